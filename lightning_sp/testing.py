@@ -55,7 +55,7 @@ class RankPool:
     Args:
         size: number of ranks.
         timeout_s: limit of each call and of each collective in it.
-        others_s: how long the other ranks may still answer once one has failed or ended.
+        others_s: how long the other ranks may still answer once one has failed.
         preload: modules that the ranks' server imports once for all ranks. The first pool of a process decides, for the server stays.
         device: "cpu" for ranks of gloo; "cuda" for ranks of NCCL that share the first GPU, each on a node of its own to NCCL and Lightning.
 
@@ -118,23 +118,21 @@ class RankPool:
             tasks.put((function, args))
         results: dict[int, Any] = {}
         failures: dict[int, str] = {}
-        known, deadline_s = 0, time.monotonic() + self.timeout_s + _START_S
+        deadline_s = time.monotonic() + self.timeout_s + _START_S
         while silent := set(range(self.size)) - results.keys() - failures.keys():
             try:
                 rank, ok, value = self._results.get(timeout=min(_LOOK_S, max(deadline_s - time.monotonic(), 0)))
             except queue.Empty:
-                ended = self._ended(silent)
-                if len(ended) == len(silent) or time.monotonic() >= deadline_s:
+                # Those that live may still say what happened.
+                if len(self._ended(silent)) == len(silent) or time.monotonic() >= deadline_s:
                     break
+                continue
+            if ok:
+                results[rank] = ForkingPickler.loads(value)
             else:
-                ended = []
-                if ok:
-                    results[rank] = ForkingPickler.loads(value)
-                else:
-                    failures[rank] = value
-            # With each rank that fails or ends the others may still answer, for a while.
-            if len(failures) + len(ended) > known:
-                known, deadline_s = len(failures) + len(ended), time.monotonic() + self.others_s
+                failures[rank] = value
+            if failures:
+                deadline_s = time.monotonic() + self.others_s
         if len(results) < self.size:
             self.failure = self._why(failures, set(range(self.size)) - results.keys() - failures.keys())
             self._kill()
@@ -145,7 +143,7 @@ class RankPool:
     def _why(self, failures: dict[int, str], silent: set[int]) -> str:
         first = [f"rank {rank} of {self.size} failed first:\n{text}" for rank, text in list(failures.items())[:1]]
         ended = {rank: self._processes[rank].exitcode for rank in self._ended(silent)}
-        within = f"{self.others_s:g} s more" if failures or ended else f"{self.timeout_s + _START_S:g} s"
+        within = f"{self.others_s:g} s more" if failures else f"{self.timeout_s + _START_S:g} s"
         told = f"no answer from ranks {sorted(silent)} within {within}; of them ended: {sorted(ended)}"
         if len(ended) == len(silent):
             told = f"ranks {sorted(silent)} have ended without an answer, with exit codes {[*ended.values()]}"

@@ -101,8 +101,11 @@ class AgreedWrites:
         self._gradients = {name: (each, num_writes(each)) for name, each in there.items()}
 
     def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
-        """Begin to count writes to what a step has left of an optimizer's state."""
+        """Begin to count writes to what a step has left of an optimizer's state: of shards, not of weights made whole for the step alone."""
+        shards = {id(each) for each in self._shards.values()}
         for parameter, state in optimizer.state.items():
+            if id(parameter) not in shards:
+                continue
             self._states[id(parameter)] = {
                 key: _Entry(weakref.ref(value), num_writes(value)) if isinstance(value, Tensor) else _Entry(value, 0)
                 for key, value in state.items()
@@ -125,7 +128,7 @@ class AgreedWrites:
             )
         names = {id(each): name for name, each in self._shards.items()}
         for number, (writes, others) in self._state_writes().items():
-            found[f"the optimizer's state of {names.get(number, 'a parameter that is not the module')}"] = (
+            found[f"the optimizer's state of {names[number]}"] = (
                 f"written to {writes} times, with {others} entries exchanged"
             )
         return found

@@ -58,7 +58,8 @@ class RunState:
                 module,
                 group,
                 plugin=strategy.precision_plugin,
-                optimizers=strategy.optimizers,
+                # In the backward each block's part is stepped by itself, at another time on each rank.
+                optimizers=() if strategy.config.optimizer_in_backward else strategy.optimizers,
                 acts_between=between,
             )
         if fitting:

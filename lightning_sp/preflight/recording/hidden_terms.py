@@ -10,12 +10,10 @@ branches count, and a clamp lets through what it is given.
 
 from __future__ import annotations
 
-import ast
 import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.call import is_sequence
 from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.users_lines import multiplies_by_zero
 
 # Of weights in a vector, of the losses that they weigh.
 _MOST_WEIGHTS = 8
@@ -105,7 +104,7 @@ class HiddenTerms(TorchFunctionMode):
         if call in self._shown:
             return _RULES[name].show(name, function, args, kwargs)
         weights = _RULES[name].hides(name, args, kwargs, self._follows)  # before a call may write to what it is given
-        if weights is not None and not (set(weights) == {0.0} and _is_written(*place)):
+        if weights is not None and not (set(weights) == {0.0} and multiplies_by_zero(*place)):
             self.found[call] = weights
         return function(*args, **kwargs)
 
@@ -285,23 +284,3 @@ def users_place(frame: FrameType | None) -> tuple[str, int] | None:
             return None if ours else (frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
-
-
-def _is_written(file: str, line: int) -> bool:
-    """Return whether a zero stands in a product of that line itself: no other number will ever be there, `loss + 0.0 * unused.sum()`."""
-    return line in _lines_with_zero(file)
-
-
-@lru_cache(maxsize=64)
-def _lines_with_zero(file: str) -> frozenset[int]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return frozenset()
-    products = (each for each in ast.walk(tree) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult))
-    zeros = (
-        each
-        for each in products
-        if any(isinstance(side, ast.Constant) and side.value == 0 for side in (each.left, each.right))
-    )
-    return frozenset(line for each in zeros for line in range(each.lineno, (each.end_lineno or each.lineno) + 1))

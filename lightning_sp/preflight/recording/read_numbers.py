@@ -10,14 +10,11 @@ library, calls. What this package's functions give (a loss, `lightning_sp.reduct
 
 from __future__ import annotations
 
-import ast
-import linecache
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
+from lightning_sp.preflight.recording.users_lines import INSTALLED, compares_products
 
 # Functions whose result is true or false of each number, or of all.
 COMPARISONS = {
@@ -46,7 +44,6 @@ NUMBERS = {"item", "__int__", "__float__", "__index__", *ARRAYS}
 # How many numbers a tensor has, which its values may decide.
 SIZES = {"shape", "size", "numel", "nelement", "len"}
 _COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
-_INSTALLED = ("site-packages", "dist-packages")
 _MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
 
 
@@ -179,7 +176,7 @@ class Line(NamedTuple):
     @property
     def is_installed(self) -> bool:
         """Whether it is a library's."""
-        return any(folder in self.file for folder in _INSTALLED)
+        return any(folder in self.file for folder in INSTALLED)
 
     def describe(self) -> str:
         """Return it in words."""
@@ -274,60 +271,3 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
 
 def _by_mask(index: Any) -> bool:
     return any(each.dtype in (torch.bool, torch.uint8) for each in _flat((index,)))
-
-
-# ---- lines of the user's, by their text
-
-
-def raises(file: str, line: int) -> bool:
-    """Return whether a line raises by itself: `raise`, or `assert`."""
-    return line in _raising_lines(file)
-
-
-@lru_cache(maxsize=64)
-def _raising_lines(file: str) -> frozenset[int]:
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return frozenset()
-    found = (each for each in ast.walk(tree) if isinstance(each, (ast.Raise, ast.Assert)))
-    return frozenset(line for each in found for line in range(each.lineno, (each.end_lineno or each.lineno) + 1))
-
-
-def compares_products(file: str, line: int) -> bool:
-    """Return whether the function around a line compares a number of elements, or a product, as rows times tokens are: by its text."""
-    return any(first <= line <= last for first, last in _functions_with_products(file))
-
-
-@lru_cache(maxsize=64)
-def _functions_with_products(file: str) -> tuple[tuple[int, int], ...]:
-    if any(folder in file for folder in _INSTALLED):
-        return ()
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except SyntaxError:
-        return ()
-    functions = (each for each in ast.walk(tree) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
-    return tuple((each.lineno, each.end_lineno or each.lineno) for each in functions if _compares_product(each))
-
-
-def _compares_product(function: ast.AST) -> bool:
-    products: set[str] = set()
-    for each in ast.walk(function):
-        if isinstance(each, ast.Assign) and _multiplies(each.value):
-            products |= {target.id for target in each.targets if isinstance(target, ast.Name)}
-    return any(
-        _multiplies(each) or any(isinstance(part, ast.Name) and part.id in products for part in ast.walk(each))
-        for each in ast.walk(function)
-        if isinstance(each, ast.Compare)
-    )
-
-
-def _multiplies(node: ast.AST) -> bool:
-    """Return whether an expression has a product, or asks for one."""
-    names = {"numel", "nelement", "prod"}
-    return any(
-        (isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult))
-        or (isinstance(each, ast.Attribute) and each.attr in names)
-        for each in ast.walk(node)
-    )

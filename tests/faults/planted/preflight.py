@@ -256,7 +256,7 @@ PREFLIGHT = (
     fault(
         "a term that never counts, compared as if it did",
         "preflight/recording/hidden_terms.py",
-        "if weights is not None and not (set(weights) == {0.0} and _is_written(*place)):",
+        "if weights is not None and not (set(weights) == {0.0} and multiplies_by_zero(*place)):",
         "if weights is not None:",
         f"{HIDDEN_TEST}::test_a_call_that_hides_nothing_is_not_found[always]",
     ),

@@ -1,0 +1,86 @@
+"""What a line of the user's says, by its text: Python keeps nothing else of it.
+
+A file that is not there, or no Python, says nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+
+# Folders of libraries.
+INSTALLED = ("site-packages", "dist-packages")
+
+
+def multiplies_by_zero(file: str, line: int) -> bool:
+    """Return whether a zero stands in a product of that line itself: no other number will ever be there, `loss + 0.0 * unused.sum()`."""
+    return line in _lines_with_zero(file)
+
+
+@lru_cache(maxsize=64)
+def _lines_with_zero(file: str) -> frozenset[int]:
+    products = (each for each in _nodes(file) if isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult))
+    return _lines_of(
+        each
+        for each in products
+        if any(isinstance(side, ast.Constant) and side.value == 0 for side in (each.left, each.right))
+    )
+
+
+def raises(file: str, line: int) -> bool:
+    """Return whether a line raises by itself: `raise`, or `assert`."""
+    return line in _raising_lines(file)
+
+
+@lru_cache(maxsize=64)
+def _raising_lines(file: str) -> frozenset[int]:
+    return _lines_of(each for each in _nodes(file) if isinstance(each, (ast.Raise, ast.Assert)))
+
+
+def compares_products(file: str, line: int) -> bool:
+    """Return whether the function around a line compares a number of elements, or a product, as rows times tokens are: by its text."""
+    return any(first <= line <= last for first, last in _functions_with_products(file))
+
+
+@lru_cache(maxsize=64)
+def _functions_with_products(file: str) -> tuple[tuple[int, int], ...]:
+    if any(folder in file for folder in INSTALLED):
+        return ()
+    functions = (each for each in _nodes(file) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    return tuple((each.lineno, each.end_lineno or each.lineno) for each in functions if _compares_product(each))
+
+
+def _compares_product(function: ast.AST) -> bool:
+    products: set[str] = set()
+    for each in ast.walk(function):
+        if isinstance(each, ast.Assign) and _multiplies(each.value):
+            products |= {target.id for target in each.targets if isinstance(target, ast.Name)}
+    return any(
+        _multiplies(each) or any(isinstance(part, ast.Name) and part.id in products for part in ast.walk(each))
+        for each in ast.walk(function)
+        if isinstance(each, ast.Compare)
+    )
+
+
+def _multiplies(node: ast.AST) -> bool:
+    """Return whether an expression has a product, or asks for one."""
+    names = {"numel", "nelement", "prod"}
+    return any(
+        (isinstance(each, ast.BinOp) and isinstance(each.op, ast.Mult))
+        or (isinstance(each, ast.Attribute) and each.attr in names)
+        for each in ast.walk(node)
+    )
+
+
+def _nodes(file: str) -> Iterator[ast.AST]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return iter(())
+    return ast.walk(tree)
+
+
+def _lines_of(nodes: Iterable[ast.expr | ast.stmt]) -> frozenset[int]:
+    return frozenset(line for each in nodes for line in range(each.lineno, (each.end_lineno or each.lineno) + 1))

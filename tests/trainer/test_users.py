@@ -20,7 +20,6 @@ CASES = [
     dict(kind="object"),
     dict(kind="joined view"),
     dict(kind="taken view"),
-    dict(kind="dtypes"),
 ]
 
 

@@ -130,28 +130,6 @@ class WrittenView(Plain):
         return loss
 
 
-class Spectral(nn.Module):
-    """A filter of complex numbers beside real weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.filter = tiny_gpt(), Filter()
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.filter(self.body(ids, positions))
-
-
-class Filter(nn.Module):
-    """Multiplies frequencies of the features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(VOCAB // 2 + 1, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=x.shape[-1])
-
-
 def shared_part() -> nn.Module:
     """Return a GPT whose two blocks hold one feed-forward norm."""
     model = tiny_gpt(num_layers=2)
@@ -230,7 +208,7 @@ def run(
     elif kind.endswith("view"):
         module = WrittenView(kind == "taken view")
     else:
-        kinds = {"experts": Experts, "shared part": shared_part, "shared block": shared_block, "dtypes": Spectral}
+        kinds = {"experts": Experts, "shared part": shared_part, "shared block": shared_block}
         module = Plain(kinds[kind])
     declared: dict[str, Any] = {"labels_shifted": True} if kind == "counted" else {}
     declared |= {"joined view": {"loss_chunk_tokens": None}, "taken view": {"global_view": True}}.get(kind, {})

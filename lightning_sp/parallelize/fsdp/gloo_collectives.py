@@ -67,8 +67,6 @@ class AllPairsReduceScatter(ReduceScatter):
                 "call set_force_sum_reduction_for_comms(True), or leave the factor out: the strategy's loss fits FSDP's average"
             )
         divisor = size if op == dist.ReduceOp.AVG else 1
-        if output_tensor.is_complex():
-            output_tensor, input_tensor = (torch.view_as_real(each).flatten() for each in (output_tensor, input_tensor))
         return _finished(all_pairs_reduce_scatter(output_tensor, input_tensor, group, divisor=divisor), async_op)
 
 

@@ -111,8 +111,7 @@ def _two_dtypes(root: nn.Module, module: nn.Module, dtypes: Iterable[torch.dtype
     own = ", ".join(f"{each} {p.dtype}" for each, p in _own_parameters(module) if p.requires_grad)
     return SequenceParallelError(
         f"{user_name(name) or type(root).__name__} trains weights of {' and '.join(sorted(map(str, dtypes)))} in one unit of FSDP2, which adds "
-        f"up gradients of one dtype ({own}): give the ones of the rarer dtype a module of their own, whose forward reads them; keep a complex "
-        "weight as two real numbers, nn.Parameter(torch.view_as_real(w)), and make it torch.view_as_complex(...) where it is read"
+        f"up gradients of one dtype ({own}): give the ones of the rarer dtype a module of their own, whose forward reads them, or all one dtype"
     )
 
 

@@ -276,9 +276,11 @@ def _of_each_token(call: Call, rows: int) -> Any:
     """Run a recurrent layer whose rows are tokens, over the characters of each word say; states are (layers, tokens, features)."""
     x, states = call.args[:2]
     own, of_states = x.placement, x.placement.at(1)
-    if any(is_sequence(each) and each.placement != of_states for each in _several(states)):
-        return NO_RULE
-    local = [each.local if is_sequence(each) else part_of(each, of_states) for each in _several(states)]
+    local = []
+    for each in _several(states):
+        if is_sequence(each) and each.placement != of_states:  # type: ignore[attr-defined]
+            return NO_RULE
+        local.append(each.local if isinstance(each, SequenceTensor) else part_of(each, of_states))
     draws = own.storage.own_draws() if call.args[5] and call.args[6] else nullcontext()
     with draws:
         out, *last = call.function(x.local, local[0] if isinstance(states, Tensor) else tuple(local), *call.args[2:])

@@ -364,6 +364,7 @@ def test_the_export_command(results: dict[str, list[Any]], folder: Path, capsys:
     assert "lightning-sp export: checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_data_module_reads_each_window_once_across_a_cut(pools: Any, folder: Path) -> None:
     texts = folder / "texts"
     texts.mkdir()

@@ -72,7 +72,10 @@ def test_two_layers_and_two_steps_drop_other_weights(pools, expected):
     assert min(abs(losses[0] - losses[2]), abs(losses[1] - losses[3])) > 1e-6
 
 
-@pytest.mark.parametrize("layout", [dict(ring_size=2), dict(ulysses_size=2, activation_checkpointing=True)])
+@pytest.mark.parametrize(
+    "layout",
+    [dict(ring_size=2), pytest.param(dict(ulysses_size=2, activation_checkpointing=True), marks=pytest.mark.slow)],
+)
 def test_recomputed_attention_drops_what_the_forward_dropped(pools, expected, layout):
     cases = [dict(build=b, max_epochs=2, strategy=layout) for b in ("checkpointed", "reentrant", "llama checkpointed")]
     for answers in pools(2).run(ranks.run, 2, cases):

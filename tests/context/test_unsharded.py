@@ -13,7 +13,7 @@ WAYS = [
     ("plain", {}),
     ("around", {}),
     ("inside", {}),
-    ("plain", {"activation_checkpointing": True}),
+    pytest.param("plain", {"activation_checkpointing": True}, marks=pytest.mark.slow),
 ]
 CALLS = 4  # two pictures, two blocks
 

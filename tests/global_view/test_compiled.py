@@ -101,13 +101,14 @@ def expected(pools):
 QUICK = dict(preflight=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options", "losses"),
     [
         (2, dict(ring_size=2, **QUICK), ["input_and_target", "mean_pooled"]),
         (2, dict(ulysses_size=2, activation_checkpointing="full"), ["input_and_target"]),
         (2, dict(ring_size=2, activation_checkpointing=True, **QUICK), ["shifted_logits"]),
-        pytest.param(4, dict(ulysses_size=2, ring_size=2), ["shifted_logits", "dpo"], marks=pytest.mark.slow),
+        (4, dict(ulysses_size=2, ring_size=2), ["shifted_logits", "dpo"]),
     ],
 )
 def test_blocks_compiled_train_as_on_one_device(pools, expected, world, options, losses):

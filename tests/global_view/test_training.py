@@ -39,7 +39,7 @@ def expected(pools):
         pytest.param(2, dict(ulysses_size=2), [*LOSSES, *LAYERS], marks=pytest.mark.slow),
         (2, dict(ulysses_size=2), FEW),
         pytest.param(4, dict(ulysses_size=2, ring_size=2), [*LOSSES, *LAYERS], marks=pytest.mark.slow),
-        (4, dict(ulysses_size=2, data_parallel_size=2), FEW[:1]),
+        pytest.param(4, dict(ulysses_size=2, data_parallel_size=2), FEW[:1], marks=pytest.mark.slow),
         pytest.param(2, dict(ring_size=2), VARIANTS, marks=pytest.mark.slow),
     ],
 )

@@ -138,6 +138,7 @@ FAULTY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_cases_above_notice_the_faults_of_others(pools):
     cases = [{**case, "fault": fault} for fault, case in FAULTY]
     for answer, (fault, case) in zip(pools(2).run(ranks.fits, cases)[0], FAULTY, strict=True):
@@ -171,6 +172,7 @@ REFUSED_OF_4 = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_right_on_one_sequence_alone_is_refused(pools):
     for answers in pools(4).run(ranks.fits, [{**case, "world": 4} for case, _ in REFUSED_OF_4]):
         for (case, part), answer in zip(REFUSED_OF_4, answers, strict=True):

@@ -32,6 +32,7 @@ def test_what_no_single_device_gives_trains(pools, kind):
         assert len(answer["grads"]) == 2
 
 
+@pytest.mark.slow
 def test_accumulation_divides_as_lightning_does(pools):
     case = dict(masks="uneven", strategy=dict(data_parallel_size=2), micro=2, accumulate=2, preflight=True)
     two, sums, at_times = pools(2).run(

@@ -172,6 +172,7 @@ def test_a_model_that_ends_or_stops_its_ranks_loses_no_other():
     assert found[0]["why"] == "KeyError: 'a name of rank 0'"
 
 
+@pytest.mark.slow
 def test_a_difference_that_float32_makes_is_gone_in_float64(pools, tmp_path):
     """Dory's norms and logits are float32. What is left is its condition: weights that differ in their last bit do as much on one device."""
     trial, file = Trial.of(cases()["dory"], "logits"), str(tmp_path / "reference.pt")

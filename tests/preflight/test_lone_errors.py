@@ -18,6 +18,7 @@ def test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any, ax
     assert max(pools(2).run(ranks.error_of_weights, 2, place, expected, {axis: 2})) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["block", "block's backward"])
 def test_ranks_of_other_rows_are_told_too(pools: Any, place: str):
     expected = pools(1).run(ranks.weights, 1, place)[0]

@@ -69,6 +69,7 @@ def test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too(pools):
         assert (found["whole"], found["searches"]) == (False, 1)
 
 
+@pytest.mark.slow
 def test_new_operations_that_are_exact_say_nothing_but_at_the_end_of_a_fit(pools):
     for found in pools(2).run(ranks.fit, "numbers", 7):
         assert (found["error"], found["said"], found["whole"]) == ("", [], False)

@@ -211,6 +211,7 @@ STOPS_OF_4 = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_whole_is_the_batch_of_all_data_parallel_groups(pools):
     strategy = dict(data_parallel_size=2, ring_size=2, shard_size=2)
     cases = [{"world": 4, "strategy": strategy, **case} for case, _ in (*PASSES_OF_4, *STOPS_OF_4)]

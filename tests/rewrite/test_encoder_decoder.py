@@ -163,6 +163,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_cannot_be_carried_is_refused_by_name(pools):
     for answers in pools(2).run(ranks.sharded, [case for case, _ in REFUSED]):
         for (case, parts), answer in zip(REFUSED, answers, strict=True):

@@ -255,6 +255,7 @@ FAULTY = [
 ]
 
 
+@pytest.mark.slow
 def test_the_cases_above_notice_the_faults_of_others(pools, expected):
     cases = [{**EXACT[i][0], "strategy": layout, "fault": fault} for fault, i, layout in FAULTY]
     for answer, (fault, i, _) in zip(pools(2).run(ranks.sharded, cases)[0], FAULTY, strict=True):
@@ -263,12 +264,13 @@ def test_the_cases_above_notice_the_faults_of_others(pools, expected):
         assert worst > 1e3 * EXACT[i][1], (fault, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "tolerance", "layouts"),
     [
         pytest.param("llama", 1e-10, 1, id="llama"),
-        pytest.param("llama", 1e-10, 2, id="llama in both layouts", marks=pytest.mark.slow),
-        pytest.param("gemma3", 1e-6, 2, id="gemma3", marks=pytest.mark.slow),
+        pytest.param("llama", 1e-10, 2, id="llama in both layouts"),
+        pytest.param("gemma3", 1e-6, 2, id="gemma3"),
     ],
 )
 def test_whatever_attention_a_model_was_built_with(pools, build, tolerance, layouts):

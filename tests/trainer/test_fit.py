@@ -38,7 +38,7 @@ MORE_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fit_is_the_same_in_every_layout(pools, world):
     hold_layouts(pools, world, LAYOUTS[world])
 

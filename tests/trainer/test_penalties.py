@@ -41,15 +41,16 @@ def test_a_penalty_is_one_devices(pools):
     hold(pools, dict(ring_size=2), 2, [*SUMS, dict(penalty="l2", first=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(ring_size=2, global_view=True),
-        pytest.param(dict(ring_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ulysses_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ulysses_size=2, preflight=False, activation_checkpointing="full"), marks=pytest.mark.slow),
-        pytest.param(dict(data_parallel_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
+        dict(ring_size=2),
+        dict(ulysses_size=2),
+        dict(ulysses_size=2, preflight=False, activation_checkpointing="full"),
+        dict(data_parallel_size=2),
+        dict(ring_size=2, shard_size=1),
     ],
     ids=str,
 )
@@ -57,13 +58,12 @@ def test_it_is_in_other_layouts(pools, strategy):
     hold(pools, strategy, 2, EACH if strategy.get("global_view") is None else [dict(penalty=FEW)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(data_parallel_size=2, ring_size=2),
-        pytest.param(
-            dict(data_parallel_size=2, ulysses_size=2, shard_size=2, global_view=True), marks=pytest.mark.slow
-        ),
+        dict(data_parallel_size=2, ulysses_size=2, shard_size=2, global_view=True),
     ],
     ids=str,
 )

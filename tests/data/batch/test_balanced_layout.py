@@ -46,6 +46,7 @@ def test_a_balanced_fit_is_that_of_one_process(pools, model):
                 assert any(each.assignment for each in answer["layouts"]), "no batch was balanced: nothing was tested"
 
 
+@pytest.mark.slow
 def test_the_layout_follows_each_batch(pools):
     case = dict(model="llama", world=4, strategy=dict(ring_size=4, balance="documents"), data=DOCUMENTS, micro=1)
     for answers in pools(4).run(scenarios.fits, [case]):
@@ -77,6 +78,7 @@ def test_from_the_second_batch_on_what_the_layers_see_is_balanced(pools):
         assert imbalance([both], second, 64) < imbalance([both], first, 64)
 
 
+@pytest.mark.slow
 def test_auto_leaves_zigzag_where_it_pays_and_says_so_once(pools):
     long = dict(size=1, length=4096, documents=(2500, 996, 500, 100))
     expected = pools(1).run(scenarios.fits, [dict(model="llama", world=1, strategy={}, data=long, micro=1)])[0][0]

@@ -38,7 +38,11 @@ def same_end(found: dict[str, Any], whole: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "as_folder"),
-    [("uneven", True), ("uneven", False), pytest.param("packed", True, marks=pytest.mark.slow)],
+    [
+        ("uneven", True),
+        pytest.param("uneven", False, marks=pytest.mark.slow),
+        pytest.param("packed", True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_without_and_with_split_layers(
     pools: Any, wholes: Callable[[str], dict[str, Any]], tmp_path: Path, name: str, as_folder: bool

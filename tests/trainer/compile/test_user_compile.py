@@ -65,7 +65,12 @@ def same(actual, expected, case):
 
 
 @pytest.mark.parametrize(
-    "cases", [CASES[2:4], pytest.param(CASES, marks=pytest.mark.slow), WHOLE], ids=["few", "all", "global view"]
+    "cases",
+    [
+        pytest.param(CASES[2:4], id="few"),
+        pytest.param(CASES, id="all", marks=pytest.mark.slow),
+        pytest.param(WHOLE, id="global view", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager, cases):
     for answers in pools(2).run(ranks.fits, [dict(world=2, **case) for case in cases]):

@@ -26,7 +26,6 @@ SUBSET = (
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {
-    **dict.fromkeys(("lora", "llava_images_and_text_accumulated"), "ulysses 2"),
     **dict.fromkeys(("dpo", "as_many_tags_as_tokens", "idefics_images"), "ring 2"),
     **dict.fromkeys(("kept_for_the_end", "counted_for_the_end", "accuracy_from_zero"), "ring 2"),
     **dict.fromkeys(

@@ -92,7 +92,18 @@ FAMILIES = tuple(
 )
 OF_DATA = tuple(covering([{**axes(**case), "family": ""} for case, _ in EXACT]))
 # Of each family one way to make its input and its loss, and what planted faults show in; of the data alone two models.
-USUAL = {"own", "dense", "flex", "t5 hf", "bart hf", "headless", "with reader with_reader", "m2m hf", "bert2bert hf", "t5gemma hf"}
+USUAL = {
+    "own",
+    "dense",
+    "flex",
+    "t5 hf",
+    "bart hf",
+    "headless",
+    "with reader with_reader",
+    "m2m hf",
+    "bert2bert hf",
+    "t5gemma hf",
+}
 
 
 def usual(numbers, names=frozenset(USUAL)):

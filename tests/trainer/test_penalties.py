@@ -37,8 +37,15 @@ SUMS = [dict(penalty=" + ".join(NAMES[i::3])) for i in range(3)]
 FEW = "l1 + l2_in_place + norms + ewc + ewc_of_shards + orthogonality + of_this_data"
 
 
-def test_a_penalty_is_one_devices(pools):
-    hold(pools, dict(ring_size=2), 2, [*SUMS, dict(penalty="l2", first=True)])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([SUMS[0], dict(penalty="l2", first=True)], id="most"),
+        pytest.param(SUMS[1:], id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_a_penalty_is_one_devices(pools, cases):
+    hold(pools, dict(ring_size=2), 2, cases)
 
 
 @pytest.mark.slow

@@ -43,20 +43,21 @@ def variants() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "layout"), [*variants()])
 def test_a_resume_goes_on_and_reads_nothing_again(pools, tmp_path, kind, layout):
-    """Cut at the end of an epoch and within the next one."""
-    hold_resumes(pools, tmp_path, kind, layout, slice(1, 3))
+    """Cut within the second epoch."""
+    hold_resumes(pools, tmp_path, kind, layout, [2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), [*variants()])
 def test_a_resume_goes_on_from_other_cuts(pools, tmp_path, kind, layout):
-    hold_resumes(pools, tmp_path, kind, layout, slice(0, 4, 3))
+    """Within other epochs and at the end of one."""
+    hold_resumes(pools, tmp_path, kind, layout, [0, 1, 3])
 
 
 def hold_resumes(pools, tmp_path, kind, layout, some):
     groups = layout.get("data_parallel_size", 1)
     steps = 15 // groups
-    cuts = CUTS["one" if groups == 1 else "two"][some]
+    cuts = [CUTS["one" if groups == 1 else "two"][i] for i in some]
     calls: list[Any] = [
         ((kind, layout), dict(steps=steps, save=str(tmp_path / str(cut)), save_after=cut)) for cut in cuts
     ]

@@ -584,14 +584,14 @@ USERS = (
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None",
         "return comm.reduce_sum(grad_outputs[0]), None",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
+        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "a penalty's gradient of a weight that no forward uses, taken away with FSDP's zeros",
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "queue(lambda: queue(act))",
         "act()",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
+        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "padding's labels that are tried on no rank but their own",

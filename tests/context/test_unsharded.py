@@ -11,7 +11,7 @@ from tests.context import unsharded_ranks as ranks
 
 WAYS = [
     ("plain", {}),
-    ("around", {}),
+    pytest.param("around", {}, marks=pytest.mark.slow),
     ("inside", {}),
     pytest.param("plain", {"activation_checkpointing": True}, marks=pytest.mark.slow),
 ]

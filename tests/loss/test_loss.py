@@ -33,7 +33,7 @@ CASES = [
     dict(kind="weighted", masks="uneven", strategy=RING, accumulate=3, size=8, preflight=True),
     dict(kind="two", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="row_means", masks="uneven", strategy=RING, preflight=True, size=4),
-    dict(kind="squared", masks="uneven", strategy=ULYSSES, accumulate=3, size=8, preflight=True),
+    dict(kind="squared_beside_a_mean", masks="uneven", strategy=ULYSSES, accumulate=3, size=8),
     dict(kind="pooled", masks="uneven", strategy=RING, preflight=True, size=4),
     *(LINEAR[1:2] if hasattr(F, "linear_cross_entropy") else []),
 ]  # fmt: skip
@@ -46,7 +46,7 @@ MORE_CASES = [
     dict(kind="nll", masks="uneven", strategy=RING, accumulate=3, size=8, preflight=True),
     dict(kind="summed", masks="uneven", strategy=RING, accumulate=3, size=8),
     dict(kind="masked_by_hand", masks="uneven", strategy=RING, preflight=True, size=4),
-    dict(kind="squared_beside_a_mean", masks="uneven", strategy=ULYSSES, accumulate=3, size=8),
+    dict(kind="squared", masks="uneven", strategy=ULYSSES, accumulate=3, size=8, preflight=True),
     dict(kind="gathered", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="chunks", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="later_tokens", masks="uneven", strategy=RING, preflight=True, size=4),

@@ -9,7 +9,7 @@ from tests.trainer.test_penalties import same
 
 CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand")]
 # A gradient of embeddings, of hidden states and of weights, a second derivative, rows by number, and other weights in a module.
-USUAL = ("fast_gradient", "of_states_twice", "inner_step", "first_rows", "first_order", "by_hand")
+USUAL = ("fast_gradient", "of_weights", "of_states_twice", "inner_step", "first_rows", "first_order", "by_hand")
 
 
 def hold(pools, strategy, world, cases):

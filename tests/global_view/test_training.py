@@ -16,7 +16,7 @@ FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness", "chosen_sums", "B
 # Made of the same functions as others, or of those that Ulysses tries: the slow run has them.
 VARIANTS = (
     "z_loss", "last_pooled", "first_pooled", "ipo", "grpo", "regression", "masked_mean", "OfOneKey", "Alibi", "Capped", "Cosine", "TokenShift",
-    "mean_pooled", "dpo", "smoothness", "chosen_sums", "Buckets", "adversarial_token", "Grouped", "Squeeze", "Summary",
+    "mean_pooled", "dpo", "smoothness", "chosen_sums", "Buckets", "Grouped", "Squeeze",
 )  # fmt: skip
 MOST = [name for name in (*LOSSES, *LAYERS) if name not in VARIANTS]
 

@@ -180,7 +180,7 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
         "qwen3",
         pytest.param("lora", marks=pytest.mark.slow),
         "packed",
-        "packed lora",
+        pytest.param("packed lora", marks=pytest.mark.slow),
         pytest.param("lora of gathered", marks=pytest.mark.slow),
         pytest.param("gpt", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),

@@ -39,9 +39,8 @@ def same_end(found: dict[str, Any], whole: dict[str, Any]) -> None:
 CASES = [("uneven", True), ("uneven", False), ("packed", True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "as_folder"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "as_folder"), CASES)
 def test_a_run_goes_on_without_split_layers(
     pools: Any, wholes: Callable[[str], dict[str, Any]], tmp_path: Path, name: str, as_folder: bool
 ) -> None:
@@ -63,8 +62,9 @@ def test_a_run_goes_on_without_split_layers(
             assert torch.equal(stored[each], weight), each
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "as_folder"), CASES)
+@pytest.mark.parametrize(
+    ("name", "as_folder"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES[1:])]
+)
 def test_a_run_goes_on_with_split_layers(
     pools: Any, wholes: Callable[[str], dict[str, Any]], tmp_path: Path, name: str, as_folder: bool
 ) -> None:

@@ -17,8 +17,8 @@ from lightning_sp.weights.quantized import is_quantized
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element, are complex,
-    hooks that would be lost, or a forward that writes to them. Equal on all ranks.
+    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element, or are
+    trained and complex, hooks that would be lost, or a forward that writes to them. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_sp.global_view.call import writes
+from lightning_sp.global_view.call import is_sequence, writes
 from lightning_sp.global_view.copied_views import CopiedView
 
 # Functions that give views.
@@ -75,6 +75,20 @@ def plain(tensor: Tensor) -> Tensor:
     """Return a tensor of the same memory that is no subclass."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(Tensor)
+
+
+def sources(tensor: Tensor) -> list[Tensor]:
+    """Return what a tensor's history begins with once it is written to, on this rank: what it is a view of, or a copy that stands for one."""
+    if is_sequence(tensor):
+        part, copied = tensor._local, tensor.placement.copied  # type: ignore[attr-defined]
+    elif isinstance(tensor, TakenTokens):
+        part, copied = plain(tensor), tensor.of
+    elif type(tensor) is Tensor:
+        part, copied = tensor, None
+    else:
+        return []
+    bases = [] if part._base is None else [part._base]
+    return bases if copied is None else [*bases, copied.source._local, *sources(copied.source)]
 
 
 def marked(value: Any, of: CopiedView) -> Any:

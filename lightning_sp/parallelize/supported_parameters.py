@@ -17,8 +17,8 @@ from lightning_sp.weights.quantized import is_quantized
 
 
 def check_parameters(root: nn.Module) -> None:
-    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element,
-    hooks that would be lost, or a forward that writes to them. Equal on all ranks.
+    """Refuse parameters that are no plain tensors and no quantized weights of a known form (those of lazy modules, say), have no element, or are
+    trained and complex, hooks that would be lost, or a forward that writes to them. Equal on all ranks.
 
     Raises:
         SequenceParallelError: with the first of them.
@@ -40,6 +40,12 @@ def check_parameters(root: nn.Module) -> None:
             raise SequenceParallelError(
                 f"{user_name(name)} of shape {tuple(parameter.shape)} has no element: FSDP2 cannot reduce the gradient of nothing; leave it "
                 "out of the model, or choose sizes that leave it some"
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise SequenceParallelError(
+                f"{user_name(name)} is trained and {parameter.dtype}: optimizers step its real and its imaginary numbers by themselves, which "
+                "sharded tensors do not carry; keep two real numbers, nn.Parameter(torch.view_as_real(w)), and read "
+                "torch.view_as_complex(self.w)"
             )
     _check_scripted(root)
     _check_embeddings(root)

@@ -120,6 +120,7 @@ def counts(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     return (
         x.detach().histc(5), x.detach().histc(5, -2, 2), tuple(torch.histogram(x.detach(), 5)),
         tuple(torch.histogram(x.detach(), torch.linspace(-2, 2, 6, dtype=x.dtype), density=True)),
+        torch.bincount((ids[..., None] * 8 + torch.arange(8)).flatten()), torch.bincount(ids.flatten(), x.detach().sum(-1).flatten(), 50),
     )  # fmt: skip
 
 

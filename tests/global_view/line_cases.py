@@ -53,7 +53,12 @@ def recurrent(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
         torch.manual_seed(3)
         gru = nn.GRU(E, E, batch_first=True, bidirectional=True, dtype=x.dtype)
         lstm, rnn = nn.LSTM(E, 4, 2, dtype=x.dtype), nn.RNN(E, E, batch_first=True, dtype=x.dtype)
-    return gru(x), lstm(x.transpose(0, 1)), rnn(x, w.rows[None].contiguous())
+        letters, late = nn.LSTM(2, 3, batch_first=True, bidirectional=True, dtype=x.dtype), nn.GRU(2, 3, dtype=x.dtype)
+    words = x.reshape(-1, 4, 2)  # four letters each
+    return (
+        gru(x), lstm(x.transpose(0, 1)), rnn(x, w.rows[None].contiguous()),
+        letters(words), late(words.transpose(0, 1), letters(words)[0][None, :, 0, :3]),
+    )  # fmt: skip
 
 
 def strided(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:

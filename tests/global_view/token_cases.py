@@ -95,6 +95,15 @@ def pairs(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return both.softmax(2).mean(-1) @ x
 
 
+def pairs_beside_each_other(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Messages between each two tokens, as graph networks have them: https://arxiv.org/abs/2102.09844."""
+    s = x.shape[1]
+    first, second = x[:, :, None].expand(-1, -1, s, -1), x[:, None].expand(-1, s, -1, -1)
+    distance = (first - second).square().sum(-1, keepdim=True)
+    messages = torch.cat([second.sin(), first, distance], -1)
+    return torch.stack([first, second.cos()], 1).sum((1, 3)) + messages[..., : x.shape[2]].tanh().sum(2)
+
+
 def no_token(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     """A memory that is empty in the first step."""
     return torch.cat([x[:, :0], x, x[:, -2:]], 1).sin() + torch.cat([w.positions[:0].expand(2, -1, -1), x, x[:, :2]], 1)
@@ -123,6 +132,7 @@ TOKEN_CASES: dict[str, Case] = {
     "attention of interleaved tokens": interleaved,
     "rows of all tokens": flattened,
     "pairs of tokens": pairs,
+    "pairs of tokens beside each other": pairs_beside_each_other,
     "an empty memory": no_token,
     "gathered by single ones": single_ones,
     "tokens copied into their places": copied,

@@ -114,3 +114,10 @@ def test_what_an_optimizer_steps_beside_the_shards_is_refused_by_name(named):
         SequenceParallelError, match=rf"^an optimizer steps {what}, of shape \(2,\), which was not there"
     ):
         check_optimized(root, [torch.optim.SGD([stepped], lr=0.1)])
+
+
+def test_trained_complex_weights_are_refused():
+    model = nn.Sequential(nn.ParameterList([torch.ones(3, dtype=torch.complex64)]))
+    with pytest.raises(SequenceParallelError, match=r"^0\.0 is trained and torch\.complex64: .*view_as_complex"):
+        check_parameters(model)
+    check_parameters(model.requires_grad_(False))

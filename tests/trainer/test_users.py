@@ -18,6 +18,8 @@ CASES = [
     dict(kind="shared part"),
     dict(kind="shared block"),
     dict(kind="object"),
+    dict(kind="joined view"),
+    dict(kind="taken view"),
 ]
 
 

@@ -102,6 +102,34 @@ class Answered(Plain):
         return self.model(batch["input_ids"], batch["position_ids"]).parts["logits"]
 
 
+class Joined(nn.Module):
+    """Returns its logits as a view: of all tokens as one dim, or without the first of each row."""
+
+    def __init__(self, taken: bool) -> None:
+        super().__init__()
+        self.body, self.taken = tiny_gpt(), taken
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        logits = self.body(ids, positions) * 2
+        return logits[:, 1:] if self.taken else logits.view(-1, VOCAB)
+
+
+class WrittenView(Plain):
+    """Writes to such logits in place, as a temperature and banned words do."""
+
+    def __init__(self, taken: bool) -> None:
+        super().__init__(lambda: Joined(taken))
+        self.taken = taken
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits, targets = self.logits(batch), batch["shift_labels"]
+        logits /= 0.7
+        logits[..., 3] -= 1.0
+        loss = F.cross_entropy(logits.flatten(0, -2), (targets[:, 1:] if self.taken else targets).flatten())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
 def shared_part() -> nn.Module:
     """Return a GPT whose two blocks hold one feed-forward norm."""
     model = tiny_gpt(num_layers=2)
@@ -177,9 +205,13 @@ def run(
         module = (Alone if strategy is None else Counted)(tiny_gpt)
     elif kind == "object":
         module = Answered()
+    elif kind.endswith("view"):
+        module = WrittenView(kind == "taken view")
     else:
-        module = Plain({"experts": Experts, "shared part": shared_part, "shared block": shared_block}[kind])
-    declared = {"labels_shifted": True} if kind == "counted" else {}
+        kinds = {"experts": Experts, "shared part": shared_part, "shared block": shared_block}
+        module = Plain(kinds[kind])
+    declared: dict[str, Any] = {"labels_shifted": True} if kind == "counted" else {}
+    declared |= {"joined view": {"loss_chunk_tokens": None}, "taken view": {"global_view": True}}.get(kind, {})
     trainer = trainer_of(None if strategy is None else {**declared, **strategy}, world, **options)
     drop_last = kind == "written, drop_last"
     try:

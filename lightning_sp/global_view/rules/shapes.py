@@ -14,6 +14,7 @@ from typing import Any
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.copied_views import CopiedView, memory_of
 from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.exchange.lines import along_dim
 from lightning_sp.global_view.exchange.movement import as_tokens, brought, counted_through
 from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.rules import blocks
@@ -271,6 +272,7 @@ def cat(call: Call) -> Any:
     local = []
     for each in tensors:
         if is_sequence(each):
+            each = _as_first_of_pairs(each, own.dim) if call.name == "stack" or each.placement.dim != dim else each
             each = brought(each, own.storage) if each.placement.length == own.length else each
             if each.placement.dim != own.dim or not each.placement.same_tokens(own):
                 return NO_RULE
@@ -281,6 +283,12 @@ def cat(call: Call) -> Any:
             return NO_RULE
     result = call.function(local, dim)
     return SequenceTensor(result, own.at(own.dim + (call.name == "stack" and dim <= own.dim)))
+
+
+def _as_first_of_pairs(x: SequenceTensor, dim: int) -> SequenceTensor:
+    """Return pairs of tokens, (B, S, S, E), split along a dim where they are along the other: the second of each beside the first."""
+    other = None if x.placement.dim == dim or dim >= x.dim() else along_dim(x, dim)
+    return x if other is None else other
 
 
 def _is_empty(value: Any) -> bool:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.parameter_groups import shares_parameters
+from lightning_sp.parameter_names import user_name
 
 
 def layers_cast_in_forward(root: nn.Module) -> list[tuple[nn.Module, torch.dtype]]:
@@ -45,6 +48,71 @@ def units_of_own_dtype(root: nn.Module) -> list[nn.Module]:
     """Return those of them whose dtype is not the only one of the model: each needs a unit of its own."""
     dtypes = {parameter.dtype for parameter in root.parameters() if parameter.is_floating_point()}
     return [layer for layer, _ in layers_cast_in_forward(root)] if len(dtypes) > 1 else []
+
+
+def units_of_another_dtype(root: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the layers that need a unit of their own, inner ones first, for the unit that has them trains weights of another dtype.
+
+    Args:
+        root: the model, the last unit of all.
+        units: the other units.
+
+    Raises:
+        SequenceParallelError: a module has weights of two dtypes itself, or shares such weights with others. Equal on all ranks.
+    """
+    found = []
+    for unit in (*units, root):
+        members = list(_members(unit, {*units, root}))
+        if len(set().union(*map(_dtypes, members))) < 2:
+            continue
+        main = _dtypes(unit) or _most_common(members)
+        for each in members:
+            dtypes = _dtypes(each)
+            if len(dtypes) > 1 or (dtypes and dtypes != main and shares_parameters(root, each)):
+                raise _two_dtypes(root, each, dtypes | main)
+            if dtypes and dtypes != main:
+                found.append(each)
+    return found[::-1]
+
+
+def _most_common(modules: Iterable[nn.Module]) -> set[torch.dtype]:
+    """Return the dtype that most of the weights of some modules have."""
+    sizes: Counter[torch.dtype] = Counter()
+    for module in modules:
+        for _, parameter in _own_parameters(module):
+            sizes[parameter.dtype] += parameter.numel() * parameter.requires_grad
+    return {sizes.most_common(1)[0][0]}
+
+
+def _members(module: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield a unit and what is in it and has a forward, without units within it."""
+    yield module
+    for child in module.children():
+        if child not in units:
+            yield from _members(child, units)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that a module's forward reads itself: its own, and those of lists and dicts of it, which have no forward."""
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            yield from ((f"{name}.{each}", parameter) for each, parameter in child.named_parameters(recurse=False))
+
+
+def _dtypes(module: nn.Module) -> set[torch.dtype]:
+    if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        return set()
+    return {parameter.dtype for _, parameter in _own_parameters(module) if parameter.requires_grad}
+
+
+def _two_dtypes(root: nn.Module, module: nn.Module, dtypes: Iterable[torch.dtype]) -> SequenceParallelError:
+    [name] = [name for name, each in root.named_modules() if each is module]
+    own = ", ".join(f"{each} {p.dtype}" for each, p in _own_parameters(module) if p.requires_grad)
+    return SequenceParallelError(
+        f"{user_name(name) or type(root).__name__} trains weights of {' and '.join(sorted(map(str, dtypes)))} in one unit of FSDP2, which adds "
+        f"up gradients of one dtype ({own}): give the ones of the rarer dtype a module of their own, whose forward reads them, or all one dtype"
+    )
 
 
 def _cast_to_own_dtype(kind: type[nn.Module]) -> tuple[str, ...]:

@@ -32,7 +32,11 @@ from lightning_sp.parallelize.fsdp.added_parameters import refuse_lost_parameter
 from lightning_sp.parallelize.fsdp.dtensor.outside_weights import weights_read_outside, whole_outputs_of
 from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
-from lightning_sp.parallelize.fsdp.parameter_dtypes import refuse_changed_dtypes, units_of_own_dtype
+from lightning_sp.parallelize.fsdp.parameter_dtypes import (
+    refuse_changed_dtypes,
+    units_of_another_dtype,
+    units_of_own_dtype,
+)
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.parameters_without_dim import give_first_dim, show_without_dim
 from lightning_sp.parallelize.fsdp.units.model_parts import gather_for_parts
@@ -51,6 +55,8 @@ from lightning_sp.weights.quantized import quantized_parameters
 
 # The attribute of a module that an earlier Trainer has sharded.
 _LAYOUT = "_lightning_sp_layout"
+# That of each unit of it.
+_IS_OURS = "_lightning_sp_unit"
 # Wrappers that do what the strategy does.
 _REPLICAS = (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)
 # Options of memory that change nothing of a model.
@@ -69,6 +75,13 @@ def check_unsharded(root: nn.Module) -> None:
     if parameter_layout(root) is not None:
         return
     found = [name or "the root" for name, each in root.named_modules() if isinstance(each, FSDPModule)]
+    if found and any(_IS_OURS in vars(each) for each in root.modules()):
+        raise SequenceParallelError(
+            f"an earlier Trainer of this process has sharded {len(found)} modules of this model ({found[0]}, ...) within another one, and what "
+            f"is sharded stays so: build {found[0]} anew, and load what was trained before the Trainer is asked: "
+            f"state = strategy.whole_state_dict(old.{found[0]}), then new.{found[0]}.load_state_dict(state) on rank 0, which alone has it; "
+            "the others get rank 0's weights"
+        )
     if found:
         raise SequenceParallelError(
             f"{len(found)} modules are already fully_shard'ed ({found[0]}, ...): the strategy shards over its own mesh; "
@@ -127,8 +140,10 @@ def parameter_layout(root: nn.Module) -> ParameterLayout | None:
 
 
 def remember_layout(root: nn.Module, layout: ParameterLayout) -> None:
-    """Let a later Trainer take the model as it is."""
+    """Let a later Trainer take the model as it is, and say of parts of it who has sharded them."""
     setattr(root, _LAYOUT, layout)
+    for each in fsdp_modules(root):
+        setattr(each, _IS_OURS, True)
 
 
 def check_layout(before: ParameterLayout, wanted: ParameterLayout) -> None:
@@ -161,6 +176,7 @@ def shard_model(
         for unit in dict.fromkeys((*of_own_dtype, *blocks, *large, *models))
         if any(True for _ in unit.parameters()) and not shares_parameters(root, unit)
     ]
+    units = [*units_of_another_dtype(root, units), *units]
     heads = [head for model, each in found.items() for head in heads_among(model, each, blocks) if head in units]
     lookups = [layer for layer in large if layer in units and needs_no_weight_in_backward(layer)]
     given: dict[str, Any] = dict(mesh=mesh, ignored_params=set(quantized_parameters(root).values()))

@@ -7,7 +7,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward, refuse_changed_dtypes
+from lightning_sp.parallelize.fsdp.parameter_dtypes import (
+    cast_as_in_forward,
+    refuse_changed_dtypes,
+    units_of_another_dtype,
+)
 from lightning_sp.parallelize.fsdp.shard_model import shard_model
 from lightning_sp.testing import max_error
 
@@ -84,3 +88,54 @@ def test_a_layer_that_is_cast_by_assignment_trains_as_on_one_device(pools, dtype
         for name, each in expected.items():
             assert found[name].dtype == each.dtype, name
             assert max_error(found[name], each) < (1e-12 if dtype == torch.float64 else 1e-2), name
+
+
+def test_layers_of_the_rarer_dtype_are_units_of_their_own():
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.LayerNorm(4).double(), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4).double())
+    )
+    assert units_of_another_dtype(model, []) == [model[2][1], model[1]]
+    assert units_of_another_dtype(model, [model[2]]) == [model[1], model[2][1]]
+    for parameter in (*model[1].parameters(), *model[2][1].parameters()):
+        parameter.requires_grad_(False)
+    assert (
+        units_of_another_dtype(model, []) == []
+    )  # what is frozen is gathered in its own dtype, and adds up no gradients
+
+
+def test_a_module_with_weights_of_two_dtypes_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].scale = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    with pytest.raises(
+        SequenceParallelError, match=r"^1 trains weights of torch.bfloat16 and torch.float32 in one unit"
+    ) as refused:
+        units_of_another_dtype(model, [])
+    assert "weight torch.float32, bias torch.float32, scale torch.bfloat16" in str(refused.value)
+
+
+class WideNorm(nn.LayerNorm):
+    """A norm in float64, whatever comes in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double()).to(x.dtype)
+
+
+def steps_with_wide_norms(sharded: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), WideNorm(4).double(), nn.Sequential(WideNorm(4).double(), nn.Linear(4, 2)))
+    if sharded:
+        shard_model(model, [model[2]], init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(torch.linspace(-1, 1 + step, 12).view(3, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {n: (p.full_tensor() if sharded else p).detach() for n, p in model.named_parameters()}
+
+
+def test_norms_of_another_dtype_train_as_on_one_device(pools):
+    expected = steps_with_wide_norms(False)
+    for found in pools(2).run(steps_with_wide_norms, True):
+        for name, each in expected.items():
+            assert found[name].dtype == each.dtype, name
+            assert max_error(found[name], each) < 1e-5, name

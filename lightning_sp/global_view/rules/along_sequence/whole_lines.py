@@ -28,6 +28,7 @@ from lightning_sp.global_view.call import (
 from lightning_sp.global_view.copied_views import CopiedView
 from lightning_sp.global_view.exchange.lines import Lines, along, back, lines_of, of_lines
 from lightning_sp.global_view.exchange.movement import brought
+from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
 
 
@@ -251,6 +252,8 @@ def recurrent(call: Call) -> Any:
         return NO_RULE  # of packed sequences
     batch_first = bool(call.args[8])
     rows = 0 if batch_first else 1
+    if x.placement.dim == rows:
+        return _of_each_token(call, rows)
     if x.placement.dim != 1 - rows or any(not is_plain(each) for each in _several(states)):
         return NO_RULE
     lines = lines_of(x, (rows,))
@@ -267,6 +270,21 @@ def recurrent(call: Call) -> Any:
     if not batch_first:
         result = SequenceTensor(result.local.transpose(0, 1).contiguous(), result.placement.at(0))
     return (result, *(lines.whole(each.transpose(0, 1)).transpose(0, 1) for each in last))
+
+
+def _of_each_token(call: Call, rows: int) -> Any:
+    """Run a recurrent layer whose rows are tokens, over the characters of each word say; states are (layers, tokens, features)."""
+    x, states = call.args[:2]
+    own, of_states = x.placement, x.placement.at(1)
+    local = []
+    for each in _several(states):
+        if is_sequence(each) and each.placement != of_states:  # type: ignore[attr-defined]
+            return NO_RULE
+        local.append(each.local if isinstance(each, SequenceTensor) else part_of(each, of_states))
+    draws = own.storage.own_draws() if call.args[5] and call.args[6] else nullcontext()
+    with draws:
+        out, *last = call.function(x.local, local[0] if isinstance(states, Tensor) else tuple(local), *call.args[2:])
+    return (SequenceTensor(out, own), *(SequenceTensor(each, of_states) for each in last))
 
 
 def ctc_loss(call: Call) -> Any:

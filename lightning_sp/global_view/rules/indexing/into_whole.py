@@ -125,6 +125,19 @@ def histogram(call: Call) -> Any:
     return torch.return_types.histogram((count, edges))
 
 
+def bincount(call: Call) -> Any:
+    """Count how often each whole number is there, or add up the weights of each."""
+    x, weights, fewest = call.argument(0, "input"), call.argument(1, "weights"), call.argument(2, "minlength", 0)
+    aligned = _aligned(x, x if weights is None else weights) if is_sequence(x) else None
+    if aligned is None:
+        return NO_RULE
+    own, size = x.placement, max(int(fewest), int(x.max()) + 1)
+    own.storage.note_reduction()
+    real = own.real(x.local)
+    numbers, weight = (each.local if real is None else each.local[real] for each in aligned)
+    return summed(torch.bincount(numbers, None if weights is None else weight, size), x)
+
+
 def _ends(x: SequenceTensor, beside: float) -> tuple[float, float]:
     """Return the smallest and the largest number, with some room where they are the same."""
     low, high = float(x.detach().min()), float(x.detach().max())
@@ -136,4 +149,5 @@ RULES: dict[str, Rule] = {
     **named("scatter_add", scatter_add),
     **named("index_add", index_add),
     **named("histc histogram", histogram),
+    "bincount": bincount,
 }

@@ -1,7 +1,8 @@
-"""Outputs in objects of a user's own class: FSDP2 gathers a unit for its backward by hooks on the tensors that it finds in the unit's output.
+"""Outputs that FSDP2 does not see: it gathers a unit for its backward by hooks on the tensors that it finds in the unit's output.
 
 It looks into tuples, lists and dicts, and into dataclasses since torch 2.13. What another object holds would come back to parameters that are
-not there, which ends in an error of storages.
+not there, which ends in an error of storages. So would an output that is a view, `head(x).view(-1, V)`, and that is written to in place
+afterwards: it loses its hooks, and what it is a view of keeps its own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from lightning_sp.global_view.taken_tokens import sources
 
 # Of objects in objects.
 _MAX_DEPTH = 8
@@ -26,6 +29,7 @@ def find_outputs_in_objects(modules: Iterable[Any]) -> None:
 
 def _hook(module: Any, args: Any, output: Any) -> None:
     register_outputs_in_objects(module, output)
+    register_sources_of_views(module, args, output)
 
 
 def register_outputs_in_objects(module: Any, output: Any) -> None:
@@ -35,6 +39,22 @@ def register_outputs_in_objects(module: Any, output: Any) -> None:
         return
     if hidden := list(_hidden(output, inside=False, depth=0)):
         module._get_fsdp_state()._register_pre_backward_hook(hidden)
+
+
+def register_sources_of_views(module: Any, args: Any, output: Any) -> None:
+    """Gather a sharded module for the backward of what its outputs are views of, but for its inputs."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return
+    if found := _sources(output):
+        given = {*_sources(args), *map(id, _hidden(args, inside=True, depth=0))}
+        if own := [source for each, source in found.items() if each not in given]:
+            module._get_fsdp_state()._register_pre_backward_hook(own)
+
+
+def _sources(value: Any) -> dict[int, Tensor]:
+    """Return what tensors with a gradient are views of, by its id."""
+    found = (source for each in _hidden(value, inside=True, depth=0) for source in sources(each))
+    return {id(each): each for each in found if each.requires_grad}
 
 
 def _hidden(value: Any, *, inside: bool, depth: int) -> Iterator[Tensor]:

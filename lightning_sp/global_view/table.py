@@ -29,6 +29,7 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.copied_views import address_of, memory_of
+from lightning_sp.global_view.exchange.movement import as_tokens
 from lightning_sp.global_view.keyword_arguments import by_position
 from lightning_sp.global_view.rules import backwards, composed, losses, pointwise, products, properties, shapes
 from lightning_sp.global_view.rules.along_sequence import (
@@ -203,10 +204,18 @@ def _whole_or_refused(call: Call, of_scores: bool) -> Any:
     if not of_scores and not _writes(call) and all(map(whole_is_small, tensors)):
         tensors[0].placement.storage.note_reduction()
         return _view_of_whole(call) if call.name in VIEWS else call.on_wholes()
-    body = None if of_scores else body_of(call.function)
-    if body is None:
-        raise _refusal(call)
-    return body(*call.args, **call.kwargs)
+    if not of_scores and (body := body_of(call.function)) is not None:
+        return body(*call.args, **call.kwargs)
+    if not of_scores and not _writes(call) and any(map(_is_more_than_tokens, tensors)):
+        counted = {id(each): as_tokens(each) for each in tensors}
+        if not any(map(_is_more_than_tokens, counted.values())):
+            return call.changed(lambda each: counted.get(id(each), each))
+    raise _refusal(call)
+
+
+def _is_more_than_tokens(x: SequenceTensor) -> bool:
+    """Return whether a dim is joined rows, or tokens and their features: few rules know those, and all know it as a sequence of its own."""
+    return x.placement.outer * x.placement.inner > 1
 
 
 def _view_of_whole(call: Call) -> Any:

@@ -9,7 +9,16 @@ from pathlib import Path
 from types import ModuleType
 
 from lightning_sp.global_view.call import Rule
-from lightning_sp.global_view.rules import backwards, composed, losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules import (
+    backwards,
+    composed,
+    losses,
+    pointwise,
+    products,
+    properties,
+    shapes,
+    statistics,
+)
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
     norms,
@@ -88,6 +97,7 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "Number by number, then the mean or sum over the whole; `F.cross_entropy` as everywhere in a step.",
     ),
     "By other functions": (composed, "What other functions of torch make up, by their rules."),
+    "Statistics": (statistics, "Likewise."),
     "Backwards": (backwards, "Which the backward of an `autograd.Function` of yours may call."),
     "What a tensor says of itself": (properties, "Of what is shown, or of this rank's part where it is autograd's."),
 }

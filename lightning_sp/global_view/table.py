@@ -31,7 +31,16 @@ from lightning_sp.global_view.call import (
 from lightning_sp.global_view.copied_views import address_of, memory_of
 from lightning_sp.global_view.exchange.movement import as_tokens
 from lightning_sp.global_view.keyword_arguments import by_position
-from lightning_sp.global_view.rules import backwards, composed, losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules import (
+    backwards,
+    composed,
+    losses,
+    pointwise,
+    products,
+    properties,
+    shapes,
+    statistics,
+)
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
     norms,
@@ -76,6 +85,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         whole_matrices.RULES,
         composed.RULES,
         backwards.RULES,
+        statistics.RULES,
         {"softmax": reductions.softmax, "log_softmax": reductions.softmax},
         {"gather": taking.gather_tokens, "take_along_dim": taking.gather_tokens},
     ):

@@ -345,7 +345,10 @@ RULES: dict[str, Rule] = {
         "solve_triangular inv inverse solve cholesky qr svd svdvals pinv lstsq matrix_exp matrix_power eigh eigvalsh",
         of_matrices,
     ),
-    **named("det slogdet logdet matrix_rank cholesky_solve", of_matrices),
+    **named(
+        "det slogdet logdet matrix_rank cholesky_solve cholesky_inverse solve_ex inv_ex cholesky_ex lu_factor lu",
+        of_matrices,
+    ),
     **named("tril triu", triangle),
     **named("cdist", distances),
     **named("tensordot", tensordot),

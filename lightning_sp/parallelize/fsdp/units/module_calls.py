@@ -12,8 +12,9 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
+from functools import lru_cache, partial
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -48,7 +49,8 @@ def is_only_called(root: nn.Module, layer: nn.Module) -> bool:
     kinds = {type(each) for each in root.modules() if not _is_torch(type(each))}
     functions = {_plain(f) for each in root.modules() if (f := vars(each).get("forward")) is not None}
     methods = functions.union(*(_run_by_forward(kind) for kind in kinds))
-    return not any(_uses_otherwise(method, names) for method in methods)
+    codes = {getattr(method, "__code__", None) for method in methods}
+    return all(isinstance(code, CodeType) and not _uses_otherwise(code, frozenset(names)) for code in codes)
 
 
 def _is_torch(kind: type) -> bool:
@@ -75,38 +77,44 @@ def _run_by_forward(kind: type) -> set[Callable[..., Any]]:
             method = _plain(value.fget if isinstance(value, property) else value)
             if inspect.isfunction(method) and method not in found:
                 found.add(method)
-                new = set(_methods_called(method)) - seen
+                new = _methods_called(method.__code__) - seen
                 seen |= new
                 names += new
     return found
 
 
-def _methods_called(method: Callable[..., Any]) -> Iterator[str]:
-    for node in ast.walk(_tree(method) or ast.Pass()):
+# What source says is kept by its code: each layer asks for the same methods, and to read one takes milliseconds. By the function it would be
+# kept alive with all that it closes over.
+@lru_cache(maxsize=4096)
+def _methods_called(code: CodeType) -> frozenset[str]:
+    found = set()
+    for node in ast.walk(_tree(code) or ast.Pass()):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner = node.func.value
             of_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
             if of_super or (isinstance(owner, ast.Name) and owner.id == "self"):
-                yield node.func.attr
+                found.add(node.func.attr)
+    return frozenset(found)
 
 
-def _tree(function: Callable[..., Any]) -> ast.AST | None:
+def _tree(code: CodeType) -> ast.AST | None:
     try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
     except (OSError, TypeError, SyntaxError):
         return None
 
 
-def _uses_otherwise(function: Callable[..., Any], names: set[str]) -> bool:
+@lru_cache(maxsize=4096)
+def _uses_otherwise(code: CodeType, names: frozenset[str]) -> bool:
     """Return whether a function uses a layer of one of the names in another way than to call it, or cannot be read."""
-    tree = _tree(function)
+    tree = _tree(code)
     if tree is None:
         return True
     parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     return any(not _is_call(node, parents) for node in ast.walk(tree) if _is_layer(node, names))
 
 
-def _is_layer(node: ast.AST, names: set[str]) -> bool:
+def _is_layer(node: ast.AST, names: frozenset[str]) -> bool:
     if isinstance(node, ast.Attribute) and node.attr in names:
         return isinstance(node.ctx, ast.Load)
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GETTERS

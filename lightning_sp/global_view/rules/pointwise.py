@@ -352,7 +352,9 @@ def bucketize(call: Call) -> Any:
         and x.placement == boundaries.placement
         and x.dim() == boundaries.dim()
     ):
-        return placed(call.on_locals(), x.placement) if x.placement.dim < x.dim() - 1 else NO_RULE
+        if x.placement.dim == x.dim() - 1:
+            return NO_RULE
+        return placed(call.changed(lambda each: each.local.contiguous() if is_sequence(each) else each), x.placement)
     if not is_sequence(x) or not is_plain(boundaries) or len(call.tensors) > 1:
         return NO_RULE
     is_of_rows = boundaries.dim() > 1 and x.placement.dim < x.dim() - 1

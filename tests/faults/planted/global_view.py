@@ -192,6 +192,13 @@ GLOBAL_VIEW = (
         f"{RULES}[1-2-16]",
     ),
     fault(
+        "what is written to a diagonal beside the first, of some rows",
+        "global_view/rules/along_sequence/rearrangement.py",
+        "        if own.copied is not None:  # of some rows, say\n            own.copied.write()\n",
+        "",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "a gradient of a whole output that a user's backward gets from one rank alone",
         "global_view/user_functions/functions_by_rules.py",
         "else comm.reduce_sum(grad, storage.group)",

@@ -1,6 +1,4 @@
-"""A parallel scan as a user's autograd.Function, as Mamba's ports have it: by halves and in place, backward too, with a learned decay and a
-mean over all tokens beside.
-"""
+"""A parallel scan of the user's own, an autograd.Function as ports of Mamba have it, with a learned decay and a mean over all tokens."""
 
 from __future__ import annotations
 

@@ -496,15 +496,15 @@ GLOBAL_VIEW = (
     fault(
         "a user's gradient that is normed over a part of the tokens",
         "global_view/user_functions/functions_of_tokens.py",
-        "    if not _same(small[1], doubled[1]):\n",
-        "    if False:\n",
-        f"{REFUSED}[a gradient without its mean-]",
+        "are_same(small[1], doubled[1])",
+        "True",
+        f"{RULES}[1-2-16]",
     ),
     fault(
         "a user's gradient that is clipped at a number",
         "global_view/user_functions/functions_of_tokens.py",
-        "    if not _same(small[1], large[1]):\n",
-        "    if False:\n",
+        "are_same(small[1], large[1])",
+        "True",
         f"{REFUSED}[a gradient that is clipped-]",
     ),
     fault(

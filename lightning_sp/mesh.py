@@ -11,6 +11,7 @@ The mesh owns groups and coordinates; it knows nothing of batches or models.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -124,6 +125,8 @@ class SequenceMesh:
         ulysses_group: the group that exchanges heads for tokens; None for one rank.
         no_shared_memory: why ranks of a ring cannot read each other's memory, equal on all ranks of the world; empty if all can.
         token_group: the ranks that together hold each token of the global batch once; None for the world, where no weights are split.
+
+    Sizes and ranks are asked for many times in a step, and torch slices its mesh for each answer: they are kept.
     """
 
     base: DeviceMesh
@@ -169,7 +172,7 @@ class SequenceMesh:
         """The ranks with the same tokens of different samples."""
         return self.base.get_group(DATA)
 
-    @property
+    @cached_property
     def sequence_rank(self) -> int:
         """This rank's number among those that share its sequence; Ulysses is the faster axis."""
         return int(self.base.get_local_rank(SEQUENCE))
@@ -179,12 +182,12 @@ class SequenceMesh:
         """The ranks that have the same tokens, and parts of the same weights."""
         return self.base.get_group(TENSOR)
 
-    @property
+    @cached_property
     def tensor_parallel_size(self) -> int:
         """How many ranks split the weights of a layer."""
         return int(self.base[TENSOR].size())
 
-    @property
+    @cached_property
     def tensor_parallel_rank(self) -> int:
         """Which part of each split weight this rank has."""
         return int(self.base.get_local_rank(TENSOR))
@@ -199,12 +202,12 @@ class SequenceMesh:
         """Whether several ranks compute the same samples: the tokens of a sequence are split, or the weights of layers."""
         return self.layout.size * self.tensor_parallel_size > 1
 
-    @property
+    @cached_property
     def data_parallel_rank(self) -> int:
         """Which samples this rank's group reads."""
         return int(self.base.get_local_rank(DATA))
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """How many groups read different samples."""
         return int(self.base[DATA].size())

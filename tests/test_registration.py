@@ -114,6 +114,7 @@ def test_a_broken_package_breaks_neither_torch_nor_lightning(site, fault):
         assert str(site / "lightning_sp/__init__.py") in out, "the traceback must lead to the fault"
 
 
+@pytest.mark.slow
 def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_and_in_a_spawned_process(site):
     """The watched module keeps its loader, source and pickles; reload and repeated registration are harmless.
 
@@ -210,6 +211,7 @@ def test_lightning_looks_as_without_us_and_the_name_creates_the_strategy_here_an
     ]
 
 
+@pytest.mark.slow
 def test_autoload_switched_off_leaves_the_import_of_ours_which_takes_no_name_from_others(site):
     """So does `register` after the fact, at once; pytorch_lightning, whose classes differ, is refused by name."""
     write_package(site, "from lightning_sp.registration import register_strategy\nregister_strategy()\n")

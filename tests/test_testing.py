@@ -85,6 +85,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_no_rank_and_no_server_outlives_a_process_that_was_killed(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -101,6 +102,7 @@ def test_no_rank_and_no_server_outlives_a_process_that_was_killed(tmp_path):
             started.kill()
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_process_that_was_terminated():
     context = multiprocessing.get_context("forkserver")
     told = context.SimpleQueue()

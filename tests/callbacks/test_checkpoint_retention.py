@@ -19,7 +19,7 @@ from tests.checkpoint.folders.test_expired import saved
 from tests.trainer.tiny import Plain, tiny_llama
 
 
-@pytest.mark.parametrize("later", [True, False])
+@pytest.mark.parametrize("later", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_old_ones_go_when_a_newer_one_is_complete(pools: Any, tmp_path: Path, later: bool):
     # Two of an earlier run, and two with names that no ModelCheckpoint gives.
     saved(tmp_path, **{"step=300": 1, "step=301-v1": 2, "pretrained": 1, "step=300-edited": 2})

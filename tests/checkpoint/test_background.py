@@ -58,6 +58,7 @@ def test_what_is_written_at_once(pools: Any, tmp_path: Path):
         assert found == [True, False, False, False, False, False, False, False, False, True, False, False]
 
 
+@pytest.mark.slow
 def test_a_run_saves_the_same_and_trains_the_same(pools: Any, tmp_path: Path):
     for found in pools(2).run(ranks.whole_run, str(tmp_path)):
         assert found == {"same": True, "losses": True, "resumed": True}

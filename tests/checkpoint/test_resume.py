@@ -17,103 +17,17 @@ from lightning_sp.checkpoint.contents.check import check_optimizers
 from lightning_sp.cli.export_command import export_command
 from lightning_sp.testing import max_error
 from tests.checkpoint import checkpoint_ranks as ranks
-from tests.checkpoint.checkpoint_ranks import DP_RING, RING_ULYSSES, ULYSSES_4
-
-Runs = dict[str, dict[str, Any]]
+from tests.checkpoint.checkpoint_ranks import DP_RING, ULYSSES_4
+from tests.checkpoint.resume_runs import Results, results_of
 
 
 @pytest.fixture(scope="module")
-def results(pools: Any, folder: Path) -> dict[str, list[Any]]:
-    """All runs that end well or are refused, each as the list of its ranks' results."""
+def results(pools: Any, folder: Path) -> Results:
+    return results_of(pools, folder)
 
-    def at(name: str) -> str:
-        return str(folder / name)
 
-    def pair(name: str, common: dict[str, Any], first: dict[str, Any] | None = None) -> Runs:
-        """A run that is not interrupted and one that stops after a step and goes on."""
-        stop = {"max_steps": 1, "save": at(name), **(first or {})}
-        return {
-            f"{name} whole": common,
-            f"{name} stop": {**common, **stop},
-            f"{name} resumed": {**common, "resume": at(name)},
-        }
-
-    def saved_on_the_way(name: str, common: dict[str, Any]) -> Runs:
-        """A run that saves after a step, in the middle, and ends as if it had not; and one that goes on from there."""
-        return {
-            f"{name} whole": {**common, "save": at(name), "save_after": 1},
-            f"{name} resumed": {**common, "resume": at(name)},
-        }
-
-    def four(strategy: dict[str, Any] = ULYSSES_4, micro: int = 2, **more: Any) -> dict[str, Any]:
-        return {"world": 4, "strategy": strategy, "micro": micro, **more}
-
-    def two(strategy: dict[str, Any] | None = None, micro: int = 2, **more: Any) -> dict[str, Any]:
-        return {"world": 2, "strategy": strategy or {"ulysses_size": 2}, "micro": micro, **more}
-
-    def short(**more: Any) -> dict[str, Any]:
-        return {
-            "world": 2,
-            "strategy": {"ulysses_size": 2},
-            "micro": 4,
-            "max_steps": 2,
-            "accumulate_grad_batches": 1,
-            **more,
-        }
-
-    one_file = {"strategy": {**RING_ULYSSES, "save_distributed_checkpoint": False}}
-    # What an optimizer or a precision stores does not depend on the number of ranks.
-    in_two: Runs = {
-        **saved_on_the_way("groups in bf16-true", short(module={"optimizer": "groups"}, precision="bf16-true")),
-        **saved_on_the_way(
-            "momentum", short(module={"optimizer": "momentum"}, max_steps=3, max_epochs=2, precision="bf16-mixed")
-        ),
-        **pair("two", short(module={"optimizer": "two"}, max_steps=4), {"max_steps": 2}),
-        "no optimizer": two(size=4, module={"optimizer": "none"}, max_steps=-1, max_epochs=1, save=at("none")),
-        "no optimizer resumed": two(
-            size=4, module={"optimizer": "none"}, max_steps=-1, max_epochs=2, resume=at("none")
-        ),
-        **saved_on_the_way("dropout", two({"ring_size": 2}, module={"dropout": 0.2})),
-        "dropout elsewhere": two({"data_parallel_size": 2}, 1, module={"dropout": 0.2}, resume=at("dropout")),
-    }
-    in_four: Runs = {
-        **pair("folder", four(callback=7)),
-        "to dp 2 x ring 2": four({**DP_RING, "shard_size": 2}, 1, resume=at("folder"), callback=7),
-        "stop of a file": {**four(), **one_file, "max_steps": 1, "save": at("file.ckpt")},
-        "to ring 2 x ulysses 2 from a file": four(RING_ULYSSES, resume=at("file.ckpt")),
-        **saved_on_the_way("stream", four(DP_RING, 1, data="stream", max_steps=2)),
-    }
-    in_one: Runs = {
-        **pair("sgd", {"world": 1, "strategy": {}, "micro": 4, "max_steps": 2, "module": {"optimizer": "sgd"}, "accumulate_grad_batches": 1}),
-        "to one process": {"world": 1, "strategy": {}, "micro": 4, "resume": at("folder"), "accumulate_grad_batches": 1},
-        "to one process from a file": {"world": 1, "strategy": {}, "micro": 2, "resume": at("file.ckpt")},
-        "plain whole": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1},
-        "plain stop": {"world": 1, "strategy": {}, "micro": 4, "plain": True, "data": "sequential", "accumulate_grad_batches": 1,
-                       "max_steps": 2, "save": at("plain.ckpt")},
-        "plain within an epoch": {"world": 1, "strategy": {}, "micro": 4, "size": 16, "plain": True, "data": "sequential",
-                                  "accumulate_grad_batches": 1, "max_steps": 2, "save": at("within.ckpt")},
-    }  # fmt: skip
-    from_plain: Runs = {"from plain Lightning": four(DP_RING, 1, data="sequential", resume=at("plain.ckpt"))}
-    # What is refused is refused before the first step, of four ranks' checkpoints too.
-    refused: Runs = {
-        "stream on other degrees": two(data="stream", resume=at("stream")),
-        "weights alone": two(max_steps=1, save=at("weights"), weights_only=True),
-        "resume of weights": two(resume=at("weights")),
-        "another global batch": two(micro=1, resume=at("folder")),
-        "another optimizer": two(module={"optimizer": "sgd"}, resume=at("folder")),
-        "other groups": two(module={"optimizer": "groups"}, resume=at("folder")),
-        "fewer optimizers": two(module={"optimizer": "none"}, resume=at("folder")),
-        "another order": two(data="sequential", resume=at("folder")),
-        "from within a plain epoch": two(data="sequential", resume=at("within.ckpt")),
-    }
-    found: dict[str, list[Any]] = {}
-    for world, runs in ((2, in_two), (4, in_four), (1, in_one), (4, from_plain), (2, refused)):
-        # A few in one call: a pool's time limit is for a call.
-        for start in range(0, len(runs), 6):
-            part = dict(list(runs.items())[start : start + 6])
-            by_rank = pools(world).run(ranks.several, list(part.values()))
-            found.update({name: [rank[i] for rank in by_rank] for i, name in enumerate(part)})
-    return found
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def assert_same_end(resumed: dict[str, Any], whole: dict[str, Any], tolerance: float = 1e-12) -> None:
@@ -122,7 +36,7 @@ def assert_same_end(resumed: dict[str, Any], whole: dict[str, Any], tolerance: f
         assert max_error(resumed["weights"][name], expected) <= tolerance, name
 
 
-def test_a_resume_goes_on_as_if_never_stopped(results: dict[str, list[Any]]) -> None:
+def test_a_resume_goes_on_as_if_never_stopped(results: Results) -> None:
     whole, resumed = results["folder whole"][0], results["folder resumed"][0]
     assert_same_end(resumed, whole, 0)
     assert results["folder stop"][0]["losses"] + resumed["losses"] == whole["losses"]
@@ -130,16 +44,21 @@ def test_a_resume_goes_on_as_if_never_stopped(results: dict[str, list[Any]]) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["to dp 2 x ring 2", "to one process", "to ring 2 x ulysses 2 from a file", "to one process from a file"],
+    [
+        "to dp 2 x ring 2",
+        "to one process",
+        slow("to ring 2 x ulysses 2 from a file"),
+        slow("to one process from a file"),
+    ],
 )
-def test_a_resume_on_other_degrees_ends_in_the_same_weights(results: dict[str, list[Any]], name: str) -> None:
+def test_a_resume_on_other_degrees_ends_in_the_same_weights(results: Results, name: str) -> None:
     assert_same_end(results[name][0], results["folder whole"][0])
 
 
 @pytest.mark.parametrize(
-    "name", ["folder resumed", "to dp 2 x ring 2", "to one process", "to ring 2 x ulysses 2 from a file"]
+    "name", ["folder resumed", "to dp 2 x ring 2", "to one process", slow("to ring 2 x ulysses 2 from a file")]
 )
-def test_each_sample_of_the_epoch_is_seen_once_across_the_cut(results: dict[str, list[Any]], name: str) -> None:
+def test_each_sample_of_the_epoch_is_seen_once_across_the_cut(results: Results, name: str) -> None:
     before = results["folder stop"][0]["numbers"]
     after = [n for rank in results[name] if rank["sp_rank"] == 0 for n in rank["numbers"]]
     seen = before + after
@@ -150,15 +69,17 @@ def test_each_sample_of_the_epoch_is_seen_once_across_the_cut(results: dict[str,
     assert len(seen) == 12
 
 
-def test_epochs_are_shuffled_differently(results: dict[str, list[Any]]) -> None:
+def test_epochs_are_shuffled_differently(results: Results) -> None:
     numbers = results["folder whole"][0]["numbers"]
     assert sorted(numbers[:8]) == list(range(8))
     assert numbers[:4] != numbers[8:12]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "momentum", "groups in bf16-true", "two", "dropout", "stream"])
-def test_a_resume_is_exact_for(results: dict[str, list[Any]], kind: str) -> None:
-    stops = results.get(f"{kind} stop", results[f"{kind} whole"])
+@pytest.mark.parametrize(
+    "kind", [slow("sgd"), "momentum", slow("groups in bf16-true"), slow("two"), "dropout", slow("stream")]
+)
+def test_a_resume_is_exact_for(results: Results, kind: str) -> None:
+    stops = results[f"{kind} stop" if kind in ("sgd", "two") else f"{kind} whole"]
     for whole, stop, resumed in zip(results[f"{kind} whole"], stops, results[f"{kind} resumed"], strict=True):
         before = stop["saved"]
         assert before["losses"] + resumed["losses"] == whole["losses"]
@@ -166,13 +87,13 @@ def test_a_resume_is_exact_for(results: dict[str, list[Any]], kind: str) -> None
         assert_same_end(resumed, whole, 0)
 
 
-def test_dropout_is_in_force_and_differs_between_ranks(results: dict[str, list[Any]]) -> None:
+def test_dropout_is_in_force_and_differs_between_ranks(results: Results) -> None:
     first = [results[f"{kind} whole"][0]["losses"][0] for kind in ("dropout", "folder")]
     assert abs(first[0] - first[1]) > 1e-6, "more than the layouts' rounding"
     assert derived_seed(5, 2, 0) != derived_seed(5, 2, 1) != derived_seed(5, 3, 0)
 
 
-def test_other_degrees_draw_from_derived_streams_and_say_so_once(results: dict[str, list[Any]]) -> None:
+def test_other_degrees_draw_from_derived_streams_and_say_so_once(results: Results) -> None:
     said = results["dropout elsewhere"][0]["said"]
     assert said.count("the checkpoint is of 2 ranks (data_parallel_size 1, ring_size 2, ulysses_size 1), of ") == 1
     assert (
@@ -183,7 +104,7 @@ def test_other_degrees_draw_from_derived_streams_and_say_so_once(results: dict[s
     assert "derived" not in results["dropout resumed"][0]["said"]
 
 
-def test_callbacks_get_their_state_back(results: dict[str, list[Any]]) -> None:
+def test_callbacks_get_their_state_back(results: Results) -> None:
     callback = results["to dp 2 x ring 2"][0]["callback"]
     assert callback["path"] == "a/b"
     assert callback["value"] == 7
@@ -191,12 +112,14 @@ def test_callbacks_get_their_state_back(results: dict[str, list[Any]]) -> None:
     assert (callback["batches"], callback["now"]) == (2, 6)
 
 
-def test_no_optimizer_is_stored_and_resumed(results: dict[str, list[Any]]) -> None:
+@pytest.mark.slow
+def test_no_optimizer_is_stored_and_resumed(results: Results) -> None:
     assert results["no optimizer resumed"][0]["numbers"] != []
     assert len(results["no optimizer resumed"][0]["losses"]) == len(results["no optimizer"][0]["losses"]) == 2
 
 
-def test_plain_lightnings_checkpoint_resumes_here(results: dict[str, list[Any]]) -> None:
+@pytest.mark.slow
+def test_plain_lightnings_checkpoint_resumes_here(results: Results) -> None:
     whole, resumed = results["plain whole"][0], results["from plain Lightning"][0]
     assert_same_end(resumed, whole, 1e-10)
 
@@ -204,18 +127,18 @@ def test_plain_lightnings_checkpoint_resumes_here(results: dict[str, list[Any]])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("stream on other degrees", "data_parallel_size=2 and accumulate_grad_batches=2; this run has 1 and 2"),
-        ("resume of weights", "holds weights alone (save_weights_only=True)"),
+        slow("stream on other degrees", "data_parallel_size=2 and accumulate_grad_batches=2; this run has 1 and 2"),
+        slow("resume of weights", "holds weights alone (save_weights_only=True)"),
         ("another global batch", "micro_batch_size 1 x accumulation 2 x dp 1 = 2 samples a step, but the global batch size of the stored "
          "cursor is 4: at dp 1 these (micro_batch_size, accumulate_grad_batches) do: [(1, 4), (2, 2), (4, 1)]"),
         ("another optimizer", "optimizer 0 of the checkpoint is AdamW, this run's is SGD"),
         ("other groups", "hold [28] parameters, this run's [10, 18]"),
         ("fewer optimizers", "optimizer 0 of the checkpoint is AdamW, this run's is _MockOptimizer"),
         ("another order", "stored with shuffle True, this run has False"),
-        ("from within a plain epoch", "stored within epoch 1, after 2 micro-batches, and holds no data cursor"),
+        slow("from within a plain epoch", "stored within epoch 1, after 2 micro-batches, and holds no data cursor"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_is_refused_on_all_ranks(results: dict[str, list[Any]], name: str, message: str) -> None:
+def test_what_does_not_fit_is_refused_on_all_ranks(results: Results, name: str, message: str) -> None:
     for rank in results[name]:
         assert isinstance(rank, str), "not refused"
         assert message in rank
@@ -230,8 +153,9 @@ def test_another_number_of_optimizers_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def good(pools: Any, folder: Path, results: dict[str, list[Any]]) -> Path:
-    """A checkpoint folder of four ranks; made by the first fixture."""
+def good(pools: Any, folder: Path, results: Results) -> Path:
+    """A checkpoint folder of four ranks, beside one that is a file."""
+    assert results["folder stop"]
     return folder / "folder"
 
 
@@ -321,15 +245,14 @@ def test_a_bad_checkpoint_is_refused_by_name_on_all_ranks(
 
 @pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
 @pytest.mark.parametrize("source", ["folder", "file.ckpt"])
-def test_an_export_loads_into_the_unwrapped_model(
-    results: dict[str, list[Any]], folder: Path, source: str, suffix: str
-) -> None:
+def test_an_export_loads_into_the_unwrapped_model(results: Results, folder: Path, source: str, suffix: str) -> None:
+    weights = results["folder stop"][0]["weights"]
     out = export_checkpoint(folder / source, folder / f"exported{suffix}", prefix="model.")
     state = load_file(out) if suffix == ".safetensors" else torch.load(out)
     model = ranks.tied_gpt().double()
     model.load_state_dict(state, strict=True)
     assert model.head.weight is model.embedding.weight
-    for name, weight in results["folder stop"][0]["weights"].items():
+    for name, weight in weights.items():
         assert torch.equal(state[name.removeprefix("model.")], weight) or source == "file.ckpt"
         assert max_error(state[name.removeprefix("model.")], weight) <= 1e-12
     half = torch.load(export_checkpoint(folder / source, folder / "half.pt", dtype=torch.bfloat16))
@@ -354,8 +277,9 @@ def test_a_bad_export_is_refused(
     assert not (folder / out).exists()
 
 
-def test_the_export_command(results: dict[str, list[Any]], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_export_command(results: Results, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "command.safetensors"
+    assert results["folder stop"]
     export_command([str(folder / "folder"), str(out), "--prefix", "model.", "--dtype", "float32"])
     assert capsys.readouterr().out == f"{out}: {out.stat().st_size} bytes\n"
     assert {value.dtype for value in load_file(out).values()} == {torch.float32}
@@ -364,6 +288,7 @@ def test_the_export_command(results: dict[str, list[Any]], folder: Path, capsys:
     assert "lightning-sp export: checkpoint" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_data_module_reads_each_window_once_across_a_cut(pools: Any, folder: Path) -> None:
     texts = folder / "texts"
     texts.mkdir()

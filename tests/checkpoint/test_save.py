@@ -10,6 +10,7 @@ import pytest
 from tests.checkpoint import checkpoint_ranks as ranks
 
 
+@pytest.mark.slow
 def test_model_checkpoint_early_stopping_and_evaluation_by_path(pools: Any, folder: Path) -> None:
     found = pools(2).run(ranks.model_checkpoint, 2, str(folder / "monitored"))
     assert found[0] == found[1]
@@ -55,6 +56,7 @@ def test_what_cannot_be_saved_is_refused(pools: Any, folder: Path, what: str, me
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_a_save_replaces_the_old_one_whole(pools: Any, tmp_path: Path) -> None:
     found = pools(2).run(ranks.replaced, 2, str(tmp_path / "x.ckpt"))
     kinds = ("folder", "folder", "file", "folder")

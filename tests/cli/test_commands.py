@@ -109,6 +109,7 @@ def summary(folder):
     return json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_two_processes_report_what_one_reports(started):
     folder, outputs = started
     one, two = summary(folder / "sweep" / "0"), summary(folder / "two")

@@ -75,6 +75,7 @@ def assert_crossed(result: dict[str, Any], node: int, ranks_per_node: int, shape
     assert more % CONTROL_BYTES == 0, (node, shape, more)
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_golden_losses_and_the_formulas_bytes_cross(tmp_path: Path) -> None:
     shapes = [attention((1, 2), 1), attention((2, 1), 1)]
     calls = [["golden", {"layout": [1, 2, 1], "num_nodes": 2}]]

@@ -170,6 +170,7 @@ def test_a_message_that_comes_too_late_is_told_from_a_models_error():
     assert run_ranks(late_message, 2) == [[True, False], []]
 
 
+@pytest.mark.slow
 def test_a_message_that_nobody_sends_is_waited_for_as_long_as_the_world_says():
     """In a ring's group and in a mesh's: gloo's messages do not heed what a group's limit is set to later."""
     first, second, third, fourth = run_ranks(late_messages, 4, timeout_s=3)

@@ -11,9 +11,9 @@ from tests.context import unsharded_ranks as ranks
 
 WAYS = [
     ("plain", {}),
-    ("around", {}),
+    pytest.param("around", {}, marks=pytest.mark.slow),
     ("inside", {}),
-    ("plain", {"activation_checkpointing": True}),
+    pytest.param("plain", {"activation_checkpointing": True}, marks=pytest.mark.slow),
 ]
 CALLS = 4  # two pictures, two blocks
 

@@ -109,13 +109,10 @@ EXPECTED = {
     "a second run of rank 0 alone": ("rank 1 has ended its run, without an error, at train, step 6", DEADLOCK),
     "max_time on one rank": ("Timer 0 is not given on rank 0; 'Timer' on rank 1", DEADLOCK),
 }
-# It belongs to every run of the tests; an error does in tests/trainer/test_dying_rank.py.
-QUICK = ("a barrier on one rank",)
 
 
-@pytest.mark.parametrize(
-    "fault", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in EXPECTED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", EXPECTED)
 def test_a_fault_of_one_rank_is_named_and_ends_all(fault):
     words, within_s = EXPECTED[fault]
     outcome = run(fault)

@@ -28,8 +28,10 @@ def same(pools, loss, kinds, options=RING):
     [
         ("mean_pooled", ("turns",)),  # the first batch is handed over again, and its hooks change it again
         ("shifted_logits", ("tuple",)),  # one that is not replaced in place
-        ("shifted_logits", ("insisting",)),  # refused in the middle of a block, which FSDP2 has gathered
-        ("mean_pooled", ("validation",)),  # refused by the sanity check, before a step of training
+        # Refused in the middle of a block, which FSDP2 has gathered.
+        pytest.param("shifted_logits", ("insisting",), marks=pytest.mark.slow),
+        # Refused by the sanity check, before a step of training.
+        pytest.param("mean_pooled", ("validation",), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -43,6 +45,7 @@ def test_what_a_part_refuses_trains_as_on_one_device(pools, loss, kinds):
         assert found["shown"] == [(4, ranks.LENGTH)] * 2  # by hooks behind the first step, too
 
 
+@pytest.mark.slow
 def test_a_validation_that_is_refused_changes_its_own_view_alone(pools):
     [plain] = pools(1).run(ranks.late, 1, {})
     found, _ = pools(2).run(ranks.late, 2, RING)

@@ -6,7 +6,11 @@ import pytest
 
 from tests.global_view import metrics_ranks as ranks
 
-LAYOUTS = [(2, dict(ring_size=2)), (2, dict(ulysses_size=2)), (4, dict(data_parallel_size=2, ring_size=2))]
+LAYOUTS = [
+    (2, dict(ring_size=2)),
+    pytest.param(2, dict(ulysses_size=2), marks=pytest.mark.slow),
+    pytest.param(4, dict(data_parallel_size=2, ring_size=2), marks=pytest.mark.slow),
+]
 
 
 def same(pools, counts, shifts, world, options):
@@ -25,7 +29,7 @@ def test_counts_and_lists_are_those_of_one_device(pools, world, options):
     same(pools, "all", False, world, options)
 
 
-@pytest.mark.parametrize("counts", ["matrix", "accuracy"])
+@pytest.mark.parametrize("counts", ["matrix", pytest.param("accuracy", marks=pytest.mark.slow)])
 def test_a_metric_alone_shows_that_a_part_is_not_the_whole(pools, counts):
     """A matrix is compared, too, and an accuracy that may agree by chance is counted in the global view."""
     same(pools, counts, True, 2, dict(ring_size=2))

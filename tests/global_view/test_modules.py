@@ -8,7 +8,7 @@ from tests.global_view import module_ranks as ranks
 from tests.global_view.library_blocks import BLOCKS, LIBRARIES, is_there
 
 OWN = sorted(ranks.MODULES.keys() - BLOCKS.keys())
-LAYOUTS = [(1, 2, 13), pytest.param(2, 1, 16, marks=pytest.mark.slow), (2, 2, 13)]
+LAYOUTS = [(1, 2, 13), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1, 16), (2, 2, 13)))]
 
 
 def check(pools, names, length, ulysses, ring, compiled=False):

@@ -10,7 +10,12 @@ from tests.global_view.user_cases import USER_CASES
 
 NAMES = sorted(CASES)
 # Ulysses, ring, tokens; 13 are padded.
-LAYOUTS = [(2, 1, 13), (1, 2, 16), pytest.param(1, 2, 13, marks=pytest.mark.slow), (2, 2, 13)]
+LAYOUTS = [
+    (2, 1, 13),
+    (1, 2, 16),
+    pytest.param(1, 2, 13, marks=pytest.mark.slow),
+    pytest.param(2, 2, 13, marks=pytest.mark.slow),
+]
 # What one device's own result is whole on every rank: one number for each token at most, or a reduction.
 WHOLE = (
     "sum", "mean", "max", "min", "norm of", "norm", "var", "std", "logsumexp over", "logsumexp", "argmax", "first", "last",
@@ -35,6 +40,7 @@ def test_a_rule_is_exact_forward_and_backward(pools, ulysses, ring, length):
         assert not wrong
 
 
+@pytest.mark.slow
 def test_what_needs_no_whole_stays_split(pools):
     [answers, _] = pools(2).run(ranks.in_global_view, NAMES, 16, 1, 2)
     split = {name for name, found in zip(NAMES, answers, strict=True) if found["split"]}

@@ -13,9 +13,10 @@ from tests.global_view.modules import LOSSES
 LENGTH = 29  # padded to 30 or 32
 # Of the losses, what each layout tries in the default run.
 FEW = ("input_and_target", "mean_pooled", "dpo", "smoothness", "chosen_sums", "Buckets")
-# Made of the same functions as others: the slow run has them.
+# Made of the same functions as others, or of those that Ulysses tries: the slow run has them.
 VARIANTS = (
     "z_loss", "last_pooled", "first_pooled", "ipo", "grpo", "regression", "masked_mean", "OfOneKey", "Alibi", "Capped", "Cosine", "TokenShift",
+    "mean_pooled", "dpo", "smoothness", "chosen_sums", "Buckets", "Grouped", "Squeeze",
 )  # fmt: skip
 MOST = [name for name in (*LOSSES, *LAYERS) if name not in VARIANTS]
 
@@ -39,7 +40,7 @@ def expected(pools):
         pytest.param(2, dict(ulysses_size=2), [*LOSSES, *LAYERS], marks=pytest.mark.slow),
         (2, dict(ulysses_size=2), FEW),
         pytest.param(4, dict(ulysses_size=2, ring_size=2), [*LOSSES, *LAYERS], marks=pytest.mark.slow),
-        (4, dict(ulysses_size=2, data_parallel_size=2), FEW[:1]),
+        pytest.param(4, dict(ulysses_size=2, data_parallel_size=2), FEW[:1], marks=pytest.mark.slow),
         pytest.param(2, dict(ring_size=2), VARIANTS, marks=pytest.mark.slow),
     ],
 )

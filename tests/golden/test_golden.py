@@ -129,6 +129,7 @@ def test_initial_weights_are_bit_equal(results: Results, layout: Any) -> None:
     assert results(layout)["initial"] == results((1, 1, 1))["initial"] == made["initial_weights_sha256"]
 
 
+@pytest.mark.slow
 def test_plain_lightning_on_one_device_gives_the_same_losses(results: Results) -> None:
     plain = results("plain")
     assert plain["initial"] == results("document")["initial"]

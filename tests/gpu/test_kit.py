@@ -17,6 +17,7 @@ TINY = ["--device", "cpu", "--tiny"]
 RUN = "import sys; from benchmarks.gpu.__main__ import main; [main([p, '--here', *sys.argv[2:]]) for p in sys.argv[1].split()]"
 
 
+@pytest.mark.slow
 def test_every_part_answers_all_its_cases(tmp_path):
     parts = ["right", "profile", "steps", "speed", "ranks"]
     command = [sys.executable, "-c", RUN, " ".join(parts), *TINY, "--out", str(tmp_path)]

@@ -27,31 +27,31 @@ CASES = [
     dict(kind="plain", masks="ignored", strategy=RING),
     dict(kind="plain", masks="uneven", strategy=RING, accumulate=3, size=8),
     dict(kind="plain", masks="first ignored", strategy=RING, accumulate=3, size=8),
-    dict(kind="plain", masks="some ignored", strategy=ULYSSES, accumulate=2),
     dict(kind="by_hand", masks="uneven", strategy=RING, accumulate=3, size=8, preflight=True),
     dict(kind="summed_by_hand", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="counted", masks="uneven", strategy=ULYSSES, accumulate=3, size=8, preflight=True),
     dict(kind="weighted", masks="uneven", strategy=RING, accumulate=3, size=8, preflight=True),
-    dict(kind="summed", masks="uneven", strategy=ULYSSES, preflight=True, size=4),
-    dict(kind="ignore_zero", masks="uneven", strategy=ULYSSES, accumulate=2, size=6),
     dict(kind="two", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="row_means", masks="uneven", strategy=RING, preflight=True, size=4),
+    dict(kind="squared_beside_a_mean", masks="uneven", strategy=ULYSSES, accumulate=3, size=8),
+    dict(kind="pooled", masks="uneven", strategy=RING, preflight=True, size=4),
+    *(LINEAR[1:2] if hasattr(F, "linear_cross_entropy") else []),
+]  # fmt: skip
+# What these add up, count or shift is what others above do in another way.
+MORE_CASES = [
+    dict(kind="plain", masks="some ignored", strategy=ULYSSES, accumulate=2),
+    dict(kind="summed", masks="uneven", strategy=ULYSSES, preflight=True, size=4),
+    dict(kind="ignore_zero", masks="uneven", strategy=ULYSSES, accumulate=2, size=6),
     dict(kind="smoothed_probabilities", masks="uneven", strategy=ULYSSES, preflight=True, size=4),
     dict(kind="nll", masks="uneven", strategy=RING, accumulate=3, size=8, preflight=True),
     dict(kind="summed", masks="uneven", strategy=RING, accumulate=3, size=8),
     dict(kind="masked_by_hand", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="squared", masks="uneven", strategy=ULYSSES, accumulate=3, size=8, preflight=True),
-    dict(kind="squared_beside_a_mean", masks="uneven", strategy=ULYSSES, accumulate=3, size=8),
-    dict(kind="pooled", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="gathered", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="chunks", masks="uneven", strategy=RING, preflight=True, size=4),
     dict(kind="later_tokens", masks="uneven", strategy=RING, preflight=True, size=4),
-    *(LINEAR[1:2] if hasattr(F, "linear_cross_entropy") else []),
     dict(kind="of_group_plainly", masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True),
     dict(kind="two_alike", masks="uneven", strategy=RING, accumulate=3, size=8),
-]  # fmt: skip
-# What these add up, count or shift is what others above do in another way.
-MORE_CASES = [
     dict(kind="plain", masks="ignored", strategy=RING, accumulate=2),
     dict(kind="module", masks="uneven", strategy=RING, accumulate=2, size=6),
     dict(kind="counted", masks="empty shards", strategy=ULYSSES, size=4),
@@ -138,6 +138,7 @@ FAULTY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_cases_above_notice_the_faults_of_others(pools):
     cases = [{**case, "fault": fault} for fault, case in FAULTY]
     for answer, (fault, case) in zip(pools(2).run(ranks.fits, cases)[0], FAULTY, strict=True):
@@ -171,6 +172,7 @@ REFUSED_OF_4 = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_right_on_one_sequence_alone_is_refused(pools):
     for answers in pools(4).run(ranks.fits, [{**case, "world": 4} for case, _ in REFUSED_OF_4]):
         for (case, part), answer in zip(REFUSED_OF_4, answers, strict=True):

@@ -86,6 +86,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(tmp_path):
     assert (tmp_path / "thesis.tex").exists()
 
 
+@pytest.mark.slow
 def test_an_environment_whose_interpreter_is_gone_is_replaced(tmp_path, capfd):
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)

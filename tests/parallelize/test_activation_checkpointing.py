@@ -25,7 +25,9 @@ def same_bits(actual, expected, case):
             assert torch.equal(ours[name], grad), (case, name)
 
 
-@pytest.mark.parametrize("layout", ["ulysses", "ring", pytest.param("ring, network", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout", ["ulysses", *(pytest.param(each, marks=pytest.mark.slow) for each in ("ring", "ring, network"))]
+)
 def test_every_policy_gives_the_same_bits_and_those_of_one_process(pools, layout):
     (alone,) = pools(1).run(ranks.steps, "llama", 1, {})
     cases = [
@@ -46,10 +48,10 @@ def test_every_policy_gives_the_same_bits_and_those_of_one_process(pools, layout
 @pytest.mark.parametrize(
     ("build", "strategy", "options"),
     [
-        ("cross", dict(ulysses_size=2), {}),  # keywords, tuples, dropout
+        pytest.param("cross", dict(ulysses_size=2), {}, marks=pytest.mark.slow),  # keywords, tuples, dropout
         pytest.param("cross", dict(ring_size=2), {}, marks=pytest.mark.slow),
         ("dropout gpt", dict(ring_size=2, shard_size=1), {}),
-        ("llama", dict(ulysses_size=2), dict(precision="bf16-mixed")),  # autocast
+        pytest.param("llama", dict(ulysses_size=2), dict(precision="bf16-mixed"), marks=pytest.mark.slow),  # autocast
         ("llama", dict(ulysses_size=2, ulysses_stages=2), dict(accumulate_grad_batches=2, max_steps=1)),
     ],
 )

@@ -78,7 +78,8 @@ SHOWN = re.compile(
 )
 
 
-@pytest.mark.parametrize("strategy", [pytest.param({"ulysses_size": 2}, marks=pytest.mark.slow), {"ring_size": 2}])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{"ulysses_size": 2}, {"ring_size": 2}])
 def test_the_two_lines_of_a_refused_loss_make_it_exact(pools, strategy):
     found = pools(2).run(ranks.verdicts, list(LINES), "64-true", strategy)[0]
     shown = {}
@@ -102,10 +103,11 @@ def test_on_a_ring_each_fault_is_caught_and_its_cause_is_named(pools):
     assert not {name: said for name, said in found.items() if said and CAUSES[name] not in said.partition("(2)")[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "strategy"),
     [
-        pytest.param("32-true", {"ulysses_size": 2}, marks=pytest.mark.slow),
+        ("32-true", {"ulysses_size": 2}),
         ("bf16-mixed", {"ring_size": 2}),
     ],
 )

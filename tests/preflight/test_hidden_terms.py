@@ -98,8 +98,12 @@ def test_what_only_some_runs_hide_is_not_shown():
     assert common_terms([found, {first: (0.0,)}], exact=False) == {}
 
 
+VARIANTS = ("vector", "alpha", "lerp", "where", "clamp", "maximum")
+
+
 @pytest.mark.parametrize(
-    "kind", ["number", "buffer", "vector", "alpha", "lerp", "where", "clamp", "relu", "maximum", "small"]
+    "kind",
+    ["number", "buffer", "relu", "small", *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)],
 )
 def test_a_hidden_term_that_looks_along_the_sequence_is_refused_before_the_first_step(pools, kind):
     precision = "32-true" if kind == "small" else "64-true"

@@ -11,13 +11,20 @@ from tests.preflight import lone_errors_ranks as ranks
 PLACES = ("step", "block", "loss", "backward", "block's backward", "last of the backward")
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("axis", ["ring_size", "ulysses_size"])
+@pytest.mark.parametrize(
+    ("axis", "place"),
+    [
+        *(("ring_size", place) for place in PLACES),
+        ("ulysses_size", "block"),
+        *(pytest.param("ulysses_size", place, marks=pytest.mark.slow) for place in PLACES if place != "block"),
+    ],
+)
 def test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any, axis: str, place: str):
     expected = pools(1).run(ranks.weights, 1, place)[0]
     assert max(pools(2).run(ranks.error_of_weights, 2, place, expected, {axis: 2})) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["block", "block's backward"])
 def test_ranks_of_other_rows_are_told_too(pools: Any, place: str):
     expected = pools(1).run(ranks.weights, 1, place)[0]

@@ -55,7 +55,7 @@ def test_what_is_carried_after_all_says_that_steps_before_were_not(pools):
     assert ["in the global view from optimizer step 5 on" in each for each in found["said"]] == [True]
 
 
-@pytest.mark.parametrize(("kind", "whole"), [("cut", False), ("whole lines", True)])
+@pytest.mark.parametrize(("kind", "whole"), [("cut", False), pytest.param("whole lines", True, marks=pytest.mark.slow)])
 def test_what_would_have_ended_a_step_on_its_part_is_no_word_against_steps_before(pools, kind, whole):
     """A hook that cuts its batch shorter needs no global view: the attention follows what the hook has left."""
     for found in pools(2).run(ranks.fit, kind, 5, "auto"):
@@ -69,6 +69,7 @@ def test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too(pools):
         assert (found["whole"], found["searches"]) == (False, 1)
 
 
+@pytest.mark.slow
 def test_new_operations_that_are_exact_say_nothing_but_at_the_end_of_a_fit(pools):
     for found in pools(2).run(ranks.fit, "numbers", 7):
         assert (found["error"], found["said"], found["whole"]) == ("", [], False)

@@ -48,7 +48,16 @@ def assert_same(found, plain):
         assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
 
 
-@pytest.mark.parametrize("kind", DECIDING)
+# What decides as others do, by another function or of another value: the slow run has it.
+VARIANTS = {
+    "array", "both", "bounded", "counter", "divided", "int", "number of numpy", "numel", "phase", "prod", "rare of Python", "rows",
+    "size", "weight",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each in VARIANTS)) for each in DECIDING]
+)
 def test_a_step_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, RING if DECIDING.index(kind) % 2 else ULYSSES):

@@ -8,11 +8,12 @@ import pytest
 
 from tests.preflight import training_numbers_ranks as ranks
 
-LAYOUTS = [(2, dict(ring_size=2)), (2, dict(ulysses_size=2)), (4, dict(data_parallel_size=2, ring_size=2))]
-USUAL = [LAYOUTS[0], pytest.param(*LAYOUTS[1], marks=pytest.mark.slow), LAYOUTS[2]]
+RING, ULYSSES = (2, dict(ring_size=2)), (2, dict(ulysses_size=2))
+GROUPS = pytest.param(4, dict(data_parallel_size=2, ring_size=2), marks=pytest.mark.slow)
+LAYOUTS = [RING, pytest.param(*ULYSSES, marks=pytest.mark.slow), GROUPS]
 
 
-@pytest.mark.parametrize(("world", "strategy"), USUAL, ids=str)
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_right_numbers_are_logged_without_a_word(pools: Any, world: int, strategy: dict[str, int]):
     (one,) = pools(1).run(ranks.trained, 1, ("right",), {})
     for rank, found in enumerate(pools(world).run(ranks.trained, world, ("right",), strategy)):
@@ -23,7 +24,7 @@ def test_right_numbers_are_logged_without_a_word(pools: Any, world: int, strateg
             assert found["logged"][name] == pytest.approx(one["logged"][name], rel=1e-6), (rank, name)
 
 
-@pytest.mark.parametrize(("world", "strategy"), USUAL, ids=str)
+@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strategy: dict[str, int]):
     kinds = ("entropy", "metric", "padded", "weights")
     found, *others = pools(world).run(ranks.trained, world, kinds, strategy, "", 31)
@@ -39,7 +40,7 @@ def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strat
     ], said
 
 
-@pytest.mark.parametrize(("world", "strategy"), LAYOUTS[1:], ids=str)
+@pytest.mark.parametrize(("world", "strategy"), [ULYSSES, GROUPS], ids=str)
 def test_what_a_step_keeps_of_a_shard_is_named_in_a_warning(pools: Any, world: int, strategy: dict[str, int]):
     found, *others = pools(world).run(ranks.trained, world, ("right", "kept"), strategy)
     assert [(each["error"], each["num_steps"]) for each in (found, *others)] == [("", 2)] * world

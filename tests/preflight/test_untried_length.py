@@ -46,7 +46,9 @@ def test_a_step_whose_numbers_are_chosen_by_a_length_beyond_the_crops_goes_on_in
     [
         ((128, 160, 128, 128, 256, 144), {}),
         ((128, 160, 128, 256, 128, 144), {"accumulate_grad_batches": 2}),
-        ((128, 160, 128, 128, 128, 256), {"accumulate_grad_batches": 2, "max_epochs": 2}),
+        pytest.param(
+            (128, 160, 128, 128, 128, 256), {"accumulate_grad_batches": 2, "max_epochs": 2}, marks=pytest.mark.slow
+        ),
     ],
     ids=["steps", "micro-batches", "the last of an epoch"],
 )

@@ -115,7 +115,7 @@ LAYOUTS = {
 }
 
 # The first layout of two ranks runs nearly every case, of four ranks one of each family of its own attention; the others a few.
-FEW = {2: (2, 4, 5, 11, 17, 21, 22), 4: (0, 11)}
+FEW, MORE_FEW, FEW_OF_4 = (2, 5, 11, 17), (4, 21, 22), (0, 11)
 # The first layout's rest: what the second runs, and what others ask too (Llama's causal attention, its loss on padded sequences).
 LEFT_OUT = {2, 4, 21, 22} | {9, 12}
 # And variants of what others show, which the slow test runs.
@@ -128,6 +128,19 @@ VARIANTS = {
 }  # fmt: skip
 LEFT_OUT |= {i for i, (case, _) in enumerate(EXACT) if case["build"] in VARIANTS}
 MOST = [i for i in range(len(EXACT)) if i not in LEFT_OUT]
+# Of each kind of mask, positions and loss a model and its step, and what planted faults show in; without packed documents.
+USUAL = {
+    "encoder logits", "explicit alibi logits", "explicit padding masked", "explicit whole logits", "flex chosen logits",
+    "flex documents logits", "flex learned logits", "full encoder logits", "gemma2 softcap logits", "gemma3 logits", "gpt oss logits",
+    "handed table logits", "held logits", "custom and logits", "llama hf_logits", "llama hf_loss", "llama logits", "llama no_positions",
+    "llama4 logits", "padded encoder masked", "qwen2 window hf_logits", "qwen2 window logits", "t5 encoder logits",
+}  # fmt: skip
+SOME = [
+    i
+    for i in MOST
+    for case in [EXACT[i][0]]
+    if f"{case['build']} {case.get('kind', 'logits')}" in USUAL and not case.get("data", {}).get("packed")
+]
 # Plain attention, as two ranks run it; of four ranks the first layout runs none of these.
 PLAIN = {
     "llama",
@@ -159,13 +172,18 @@ def _laid(case, layout, world):
 
 
 # Four ranks do with each call of the attention what the law holds them to.
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_gradient_is_that_of_one_process(pools, expected, world):
+@pytest.mark.parametrize(
+    ("world", "numbers"),
+    [
+        pytest.param(2, (SOME, FEW), id="2"),
+        pytest.param(2, ([i for i in MOST if i not in SOME], MORE_FEW), id="2, more", marks=pytest.mark.slow),
+        pytest.param(4, ([*FAMILIES.values()], FEW_OF_4, FEW_OF_4), id="4", marks=pytest.mark.slow),
+    ],
+)
+def test_every_gradient_is_that_of_one_process(pools, expected, world, numbers):
     """Cases that differ in their data alone are steps of one fit; four ranks have no preflight, which two ranks have of the same cases."""
-    first = MOST if world == 2 else [*FAMILIES.values()]
-    hold_gradients(pools, expected, world, LAYOUTS[world][0], first, ranks.together)
-    for layout in LAYOUTS[world][1:]:
-        hold_gradients(pools, expected, world, layout, FEW[world], ranks.together)
+    for layout, chosen in zip(LAYOUTS[world], numbers, strict=True):
+        hold_gradients(pools, expected, world, layout, chosen, ranks.together)
 
 
 @pytest.mark.slow
@@ -255,6 +273,7 @@ FAULTY = [
 ]
 
 
+@pytest.mark.slow
 def test_the_cases_above_notice_the_faults_of_others(pools, expected):
     cases = [{**EXACT[i][0], "strategy": layout, "fault": fault} for fault, i, layout in FAULTY]
     for answer, (fault, i, _) in zip(pools(2).run(ranks.sharded, cases)[0], FAULTY, strict=True):
@@ -263,12 +282,13 @@ def test_the_cases_above_notice_the_faults_of_others(pools, expected):
         assert worst > 1e3 * EXACT[i][1], (fault, worst)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "tolerance", "layouts"),
     [
         pytest.param("llama", 1e-10, 1, id="llama"),
-        pytest.param("llama", 1e-10, 2, id="llama in both layouts", marks=pytest.mark.slow),
-        pytest.param("gemma3", 1e-6, 2, id="gemma3", marks=pytest.mark.slow),
+        pytest.param("llama", 1e-10, 2, id="llama in both layouts"),
+        pytest.param("gemma3", 1e-6, 2, id="gemma3"),
     ],
 )
 def test_whatever_attention_a_model_was_built_with(pools, build, tolerance, layouts):

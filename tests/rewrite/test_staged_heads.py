@@ -101,6 +101,7 @@ def test_what_is_sent_is_the_formula_and_no_kernel_runs_again_for_the_backward(p
         assert staged["sent"] == 2 * 8 * parts
 
 
+@pytest.mark.slow
 def test_of_q_k_and_v_one_stage_is_alive():
     # In tensors of this rank's tokens and all heads. Always there: out, its gradient, what is returned, the gradient of x. A stage's own, of n:
     # q, k, v exchanged, its gradient of out and what stands for out, dq, dk, dv; or these packed, on their way and laid. In one stage of all
@@ -124,7 +125,9 @@ OTHERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.slow] * (each == "with the preflight")) for each in OTHERS]
+)
 def test_a_fit_is_that_of_saved_stages(pools, name):
     more, options = OTHERS[name]["strategy"], OTHERS[name].get("options", dict(max_steps=2))
     cases = [

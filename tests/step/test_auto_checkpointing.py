@@ -29,6 +29,7 @@ def answers(pools):
     return pools(2).run(ranks.all_budgeted, [dict(world=2, **case) for case in cases])
 
 
+@pytest.mark.slow
 def test_a_step_that_fits_keeps_all_and_says_nothing(answers):
     for rank in answers:
         assert rank[0]["of_blocks"] == [NONE, NONE]
@@ -60,6 +61,7 @@ def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
         assert none == pytest.approx(8.5 * 16.6 * 1024, rel=0.15)
 
 
+@pytest.mark.slow
 def test_under_autocast_a_crop_leaves_what_a_step_does_and_casts_of_weights_once(pools):
     common = dict(world=2, precision="bf16-mixed", lengths=[256])
     cases = [
@@ -96,6 +98,7 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     assert "sequence_parallel_size" in answers[0][4]["error"]
 
 
+@pytest.mark.slow
 def test_a_step_that_cannot_be_measured_trains_as_without(pools):
     build = partial(ranks.small, ranks.OwnDerivative)
     common = dict(world=2, lengths=[32, 32], build=build)

@@ -65,6 +65,7 @@ def _is_of_fsdp(line: tuple[str, str, str]) -> bool:
     return line[0] == "device collective" and line[1] in ("allgather_base", "reduce_scatter_base")
 
 
+@pytest.mark.slow
 def test_a_step_waits_for_the_device_once(steps):
     whole, _, _ = steps
     assert {line: number for line, number in whole.items() if not _is_of_fsdp(line)} == OF_A_STEP

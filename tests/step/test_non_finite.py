@@ -20,7 +20,7 @@ SAYS = {
     ("kind", "strategy"),
     [
         ("layer", dict(ring_size=2)),
-        ("layer", dict(ulysses_size=2, data_parallel_size=2)),
+        pytest.param("layer", dict(ulysses_size=2, data_parallel_size=2), marks=pytest.mark.slow),
         ("weight", dict(ulysses_size=2)),
         ("step", dict(ring_size=2)),
         ("dropout", dict(ring_size=2)),
@@ -38,6 +38,7 @@ def test_the_layer_is_named_once_until_the_loss_is_finite_again(pools, kind, str
     assert all(each in said for each in SAYS[kind]), said
 
 
+@pytest.mark.slow
 def test_a_second_run_that_fails_on_one_rank_ends_the_run():
     """The other rank waits in the middle of its own: to go on would mix its collectives with those of the next step."""
     with (

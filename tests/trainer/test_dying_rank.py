@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[2]
 NAMED = "rank 0 of 2 on host {host} has lost another rank: rank 1 has raised ValueError: boom on rank 1, in tests/trainer/dying_rank.py:"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     # Ranks that are called show the same of one that exits.
-    [pytest.param("exit", "RuntimeError", marks=pytest.mark.slow), ("raise", NAMED)],
+    [("exit", "RuntimeError"), ("raise", NAMED)],
 )
 def test_a_rank_that_dies_ends_the_others(how, words):
     # Far below the strategy's timeout of 300 s: the peers notice the closed connection, not the timeout.
@@ -32,7 +33,8 @@ def test_a_rank_that_dies_ends_the_others(how, words):
     assert words.format(host=socket.gethostname()) in ended.stderr, ended.stderr[-3000:]
 
 
-@pytest.mark.parametrize("launcher", ["lightning", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["lightning", "torchrun"])
 def test_a_rank_that_hangs_ends_with_the_process_that_started_it(launcher):
     """It hangs in its user's code, where no collective would tell it; the other is killed, and cannot."""
     module = ["-W", "ignore", "-m", "tests.trainer.dying_rank", "hang"]
@@ -63,6 +65,7 @@ def _is_running(pid: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_is_an_error_on_the_others():
     """The others fail in their next collective, far below the limits of 300 s and, here, of a call."""
     with pytest.raises(RuntimeError) as ended:

@@ -38,7 +38,7 @@ MORE_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fit_is_the_same_in_every_layout(pools, world):
     hold_layouts(pools, world, LAYOUTS[world])
 
@@ -116,7 +116,7 @@ def test_predictions_computed_from_a_part_are_refused_by_name(pools, kind, shape
         assert f"one of shape {shape}" in answer
 
 
-@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("eager", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_initial_weights_are_rank_zeros_bit_for_bit(pools, eager):
     expected = pools(1).run(scenarios.initial_weights, 1, {}, False, eager)[0]
     # Seeds of each rank's own are the harder case.

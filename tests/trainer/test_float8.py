@@ -24,7 +24,7 @@ CASES = {
     "recomputed": dict(strategy=dict(activation_checkpointing="full", mlp_tile_tokens=8)),
 }
 LAYOUTS = [
-    pytest.param(2, dict(ring_size=2), [*CASES], id="ring"),
+    pytest.param(2, dict(ring_size=2), [*CASES], id="ring", marks=pytest.mark.slow),
     pytest.param(2, dict(ulysses_size=2), ["llama", "preflight", "global view"], id="ulysses"),
     pytest.param(4, dict(data_parallel_size=2, ring_size=2), ["llama"], id="dp x ring"),
 ]

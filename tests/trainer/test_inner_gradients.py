@@ -8,6 +8,8 @@ from tests.trainer import inner_gradients_ranks as ranks
 from tests.trainer.test_penalties import same
 
 CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand")]
+# A gradient of embeddings, of hidden states and of weights, a second derivative, rows by number, and other weights in a module.
+USUAL = ("fast_gradient", "of_weights", "of_states_twice", "inner_step", "first_rows", "first_order", "by_hand")
 
 
 def hold(pools, strategy, world, cases):
@@ -17,8 +19,15 @@ def hold(pools, strategy, world, cases):
             same(actual, expected, case)
 
 
-def test_what_a_step_asks_for_is_one_devices(pools):
-    hold(pools, dict(ring_size=2), 2, CASES)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([case for case in CASES if case["step"] in USUAL], id="most"),
+        pytest.param([case for case in CASES if case["step"] not in USUAL], id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_what_a_step_asks_for_is_one_devices(pools, cases):
+    hold(pools, dict(ring_size=2), 2, cases)
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_an_honoured_option_trains_as_on_one_device(pools):
     cases, strategy = list(HONOURED.values()), dict(ring_size=2, preflight=False)
     alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case) for case in cases])[0]
@@ -92,7 +93,7 @@ def test_a_checkpoint_plugin_that_fails_on_rank_0_fails_on_all(pools, tmp_path):
         assert "could not be written: RuntimeError: the store is full" in answer["error"]
 
 
-@pytest.mark.parametrize("how", ["dataset", "sampler"])
+@pytest.mark.parametrize("how", ["dataset", pytest.param("sampler", marks=pytest.mark.slow)])
 def test_a_users_split_is_not_split_again(pools, how):
     """Two data-parallel groups of two ranks: each sample once an epoch, whatever the default would make of the loaders."""
     answers = pools(4).run(ranks.split_by_the_user, how, dict(data_parallel_size=2, ring_size=2), 4)
@@ -123,6 +124,7 @@ def test_predictions_are_written_as_on_one_device(pools):
         assert "data_parallel_size=2" in answer["error"]
 
 
+@pytest.mark.slow
 def test_a_loader_made_anew_in_each_epoch_is_read_from_its_start_after_a_resume(pools, tmp_path):
     for losses in pools(2).run(ranks.resumed_stream, str(tmp_path), 2):
         assert len(losses["at_once"]) == 12

@@ -23,9 +23,10 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [dict(ulysses_size=2), pytest.param(dict(ring_size=2, preflight=False), marks=pytest.mark.slow)],
+    [dict(ulysses_size=2), dict(ring_size=2, preflight=False)],
     ids=str,
 )
 def test_a_fit_is_bitwise_the_same_wherever_things_lie(pools, layout, tmp_path):
@@ -72,6 +73,7 @@ def test_units_that_stay_whole_have_the_weights_after_an_update_by_hand(pools):
                 assert (own[name] - weight).abs().max() <= 1e-10, name
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_in_another_dtype_through_the_trainer(pools, tmp_path):
     """In bfloat16 the preflight allows for its rounding; in float32 a bfloat16 model's micro-batches lose none of their sum."""
     for found in pools(2).run(ranks.rounded, str(tmp_path)):
@@ -91,6 +93,7 @@ AUTOCAST = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", AUTOCAST, ids=str)
 def test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast(pools, options):
     cases = [dict(options, gather_dtype=each) for each in ("float32", "auto")]

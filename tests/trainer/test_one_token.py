@@ -8,12 +8,13 @@ from lightning_sp.testing import max_error
 from tests.trainer import one_token_ranks as ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(ring_size=2, global_view="auto"),
-        pytest.param(dict(ulysses_size=2, global_view="auto"), marks=pytest.mark.slow),
-        pytest.param(dict(ring_size=2, global_view=True), marks=pytest.mark.slow),
+        dict(ulysses_size=2, global_view="auto"),
+        dict(ring_size=2, global_view=True),
     ],
     ids=str,
 )

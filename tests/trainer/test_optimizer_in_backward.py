@@ -26,7 +26,9 @@ LAYOUTS = [
     pytest.param(1, dict(), [0], id="1"),
     pytest.param(2, dict(ring_size=2), range(len(CASES)), id="2"),
     pytest.param(2, dict(tensor_parallel_size=2), [0], id="tensor parallel"),
-    pytest.param(4, dict(data_parallel_size=2, ulysses_size=2, shard_size=2), [1, 4, 5], id="4"),
+    pytest.param(
+        4, dict(data_parallel_size=2, ulysses_size=2, shard_size=2), [1, 4, 5], id="4", marks=pytest.mark.slow
+    ),
 ]
 
 

@@ -27,7 +27,10 @@ def same(answer, expected, name):
         assert max_error(answer["weights"][parameter], weight) < 1e-10, (name, parameter)
 
 
-@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=["2", "4"])
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [pytest.param(*LAYOUTS[0], id="2"), pytest.param(*LAYOUTS[1], id="4", marks=pytest.mark.slow)],
+)
 def test_a_fit_is_one_devices(pools, alone, world, strategy):
     names = WHOLE if world == 2 else OF_FOUR
     cases = [dict(name=n, world=world, strategy=strategy, **(OPTIONS if n != "LBFGS" else {})) for n in names]

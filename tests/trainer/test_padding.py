@@ -24,10 +24,12 @@ def hold(pools, strategy, world, cases, micro=2):
                 assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
 
 
+@pytest.mark.slow
 def test_a_first_batch_of_an_odd_length_goes_on_in_the_global_view(pools):
     hold(pools, dict(ring_size=2), 2, [dict(loss=name, lengths=(31, 29)) for name in ranks.LOSSES])
 
 
+@pytest.mark.slow
 def test_a_later_batch_of_an_odd_length_does(pools):
     cases = [dict(loss=name, lengths=(32, 29, 32, 31)) for name in ("gather", "one_hot")]
     cases += [dict(loss=name, lengths=(32, 31), validates=True) for name in ("gather", "asserted")]

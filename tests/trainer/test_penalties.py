@@ -37,19 +37,27 @@ SUMS = [dict(penalty=" + ".join(NAMES[i::3])) for i in range(3)]
 FEW = "l1 + l2_in_place + norms + ewc + ewc_of_shards + orthogonality + of_this_data"
 
 
-def test_a_penalty_is_one_devices(pools):
-    hold(pools, dict(ring_size=2), 2, [*SUMS, dict(penalty="l2", first=True)])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param([SUMS[0], dict(penalty="l2", first=True)], id="most"),
+        pytest.param(SUMS[1:], id="more", marks=pytest.mark.slow),
+    ],
+)
+def test_a_penalty_is_one_devices(pools, cases):
+    hold(pools, dict(ring_size=2), 2, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(ring_size=2, global_view=True),
-        pytest.param(dict(ring_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ulysses_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ulysses_size=2, preflight=False, activation_checkpointing="full"), marks=pytest.mark.slow),
-        pytest.param(dict(data_parallel_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
+        dict(ring_size=2),
+        dict(ulysses_size=2),
+        dict(ulysses_size=2, preflight=False, activation_checkpointing="full"),
+        dict(data_parallel_size=2),
+        dict(ring_size=2, shard_size=1),
     ],
     ids=str,
 )
@@ -57,13 +65,12 @@ def test_it_is_in_other_layouts(pools, strategy):
     hold(pools, strategy, 2, EACH if strategy.get("global_view") is None else [dict(penalty=FEW)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(data_parallel_size=2, ring_size=2),
-        pytest.param(
-            dict(data_parallel_size=2, ulysses_size=2, shard_size=2, global_view=True), marks=pytest.mark.slow
-        ),
+        dict(data_parallel_size=2, ulysses_size=2, shard_size=2, global_view=True),
     ],
     ids=str,
 )

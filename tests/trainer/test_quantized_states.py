@@ -25,7 +25,9 @@ def test_shards_are_stepped_as_the_whole_where_they_are_quantized(pools, kind):
             assert apart <= most
 
 
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each != "AdamWFp8")) for each in BYTES]
+)
 def test_a_run_is_resumed_to_the_bit_and_on_other_degrees(pools, kind, tmp_path):
     path = str(tmp_path / "half")
     save = dict(world=2, kind=kind, strategy=LAYOUT, save=path)

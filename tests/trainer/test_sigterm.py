@@ -47,7 +47,7 @@ def whole(pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int
 @pytest.mark.parametrize(
     ("stage", "at", "accumulate", "steps"),
     [
-        ("train", 1, 1, 3),
+        pytest.param("train", 1, 1, 3, marks=pytest.mark.slow),
         # Said of the third batch, the first of its window.
         ("train", 1, 2, 2),
         # The last batch of an epoch.

@@ -30,11 +30,12 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
         dict(ring_size=2),
-        pytest.param(dict(ulysses_size=2, global_view=True), marks=pytest.mark.slow),
+        dict(ulysses_size=2, global_view=True),
     ],
     ids=str,
 )

@@ -12,7 +12,8 @@ from tests.trainer import timeout_ranks
 LATE = "waited 4 s for rank|has lost another rank"
 
 
-@pytest.mark.parametrize("where", ["configure_model", pytest.param("setup", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["configure_model", "setup"])
 def test_a_start_may_take_longer_than_a_step(where):
     """Rank 1 waits for rank 0, which loads for 6 s."""
     for error, seconds, limits in run_ranks(
@@ -35,6 +36,7 @@ def test_a_start_in_which_a_rank_does_nothing_ends_by_the_limit_of_a_step():
     assert seconds < 19
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_ends_by_its_own_limit():
     (_, _, first), (error, seconds, _) = run_ranks(
         timeout_ranks.fit_twice, 2, "training_step", 6.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, True

@@ -24,11 +24,12 @@ def largest_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     return max(float((found[name] - value).abs().max()) for name, value in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(pytest.param(name, "folder", marks=pytest.mark.slow if name == NAMES[0] else ()) for name in NAMES),
-        *(pytest.param(name, "file", marks=pytest.mark.slow) for name in (NAMES[0], NAMES[-1])),
+        *((name, "folder") for name in NAMES),
+        *((name, "file") for name in (NAMES[0], NAMES[-1])),
     ],
 )
 def test_an_average_is_one_devices_also_resumed_on_other_degrees(pools: Any, tmp_path: Path, name: str, kind: str):

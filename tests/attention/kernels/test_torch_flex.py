@@ -155,6 +155,7 @@ class ForgetsItsMask(TorchFlexKernel):
         super().__init__(Scores(softcap=scores.softcap))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [("softcap", "bias", "score_mod"), ("softcap", "dense mask"), ("mask_mod",)])
 def test_the_self_check_knows_each_change(dense, changes):
     self_check.is_right.cache_clear()

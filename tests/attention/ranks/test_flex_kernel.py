@@ -31,6 +31,7 @@ def hold_the_law(pools, cases):
             assert_sharded_equals_unsharded(answer, expected, labels)
 
 
+@pytest.mark.slow
 def test_law_by_flex(pools):
     hold_the_law(pools, [dict(mask=masks.NAMED["a function"], softcap=0.7, **RING)])
 

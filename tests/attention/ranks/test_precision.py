@@ -58,7 +58,14 @@ CHANGED = [
 ]
 
 
-@pytest.mark.parametrize("degrees", [(2, 2), (4, 1), (1, 4)], ids=["2x2", "4x1", "1x4"])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param((2, 2), id="2x2", marks=pytest.mark.slow),
+        pytest.param((4, 1), id="4x1"),
+        pytest.param((1, 4), id="1x4", marks=pytest.mark.slow),
+    ],
+)
 def test_bfloat16_error_of_changed_scores_is_at_most_twice_the_unsharded(pools, degrees):
     cases = [dict(heads=6, kv_heads=2, length=256, seed=seed, **more) for more in CHANGED for seed in range(3)]
     sharded = [dict(ulysses=degrees[0], ring=degrees[1], dtype=torch.bfloat16, **case) for case in cases]

@@ -46,7 +46,10 @@ def product(world, length):
     return rows
 
 
-@pytest.mark.parametrize(("world", "length"), [(2, 32), (4, 32), (4, 37)])
+@pytest.mark.parametrize(
+    ("world", "length"),
+    [(2, 32), pytest.param(4, 32, marks=pytest.mark.slow), pytest.param(4, 37, marks=pytest.mark.slow)],
+)
 def test_law_in_stages(pools, world, length):
     """Every number of stages at every degree, every mask, change of the scores, transport and method; see the next for pairs of these."""
     rows = product(world, length)

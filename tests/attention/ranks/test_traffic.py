@@ -128,6 +128,7 @@ def test_no_dense_scores_or_mask_at_16384_tokens(pools, world, degrees, lengths)
         assert grown < 32 * MIB, f"{grown / MIB:.0f} MiB"
 
 
+@pytest.mark.slow
 def test_peak_of_ulysses_is_that_of_the_kernels_backward():
     # In tensors of this rank's tokens and all heads: what was saved, q, k, v, out (4) and out itself (1), and in the kernel the gradient of out
     # and dq, dk, dv (4). Where the gradients are packed, exchanged and laid there are out and twice three. Else the saved ones would add up: 11.

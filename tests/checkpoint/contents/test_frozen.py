@@ -35,16 +35,13 @@ def body_bytes(found: dict[str, Any]) -> int:
 
 
 LAYOUTS = {"ulysses": ULYSSES, "ring": RING, "groups": {**GROUPS, "shard_size": 1}}
-# Each of these meets two others when it is resumed from.
-USUAL = (("ulysses", "folder"), ("groups", "file"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "as_folder"),
     [
-        pytest.param(
-            layout, form == "folder", id=f"{name}-{form}", marks=[pytest.mark.slow] * ((name, form) not in USUAL)
-        )
+        pytest.param(layout, form == "folder", id=f"{name}-{form}")
         for name, layout in LAYOUTS.items()
         for form in ("folder", "file")
     ],
@@ -181,7 +178,9 @@ def test_an_export_of_a_whole_model_is_refused_with_what_does_it(adapters, tmp_p
 
 
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging")
-@pytest.mark.parametrize("as_folder", [True, False], ids=["folder", "file"])
+@pytest.mark.parametrize(
+    "as_folder", [pytest.param(True, id="folder", marks=pytest.mark.slow), pytest.param(False, id="file")]
+)
 def test_an_average_is_resumed_from_adapters_alone(pools, tmp_path, as_folder):
     path, whole = (str(tmp_path / name / "step=2.ckpt") for name in ("adapters", "whole"))
     of = dict(save_distributed_checkpoint=as_folder)

@@ -249,7 +249,7 @@ def test_after_an_error_in_what_was_gathered_too(four, transport, step):
     assert four(ranks.abandon, transport, step, [0] * 4, 3, "all_gather") == [True] * 4
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "network"])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("network", marks=pytest.mark.slow)])
 def test_a_pass_in_which_ranks_failed_in_different_hops_is_never_taken_for_the_next(transport):
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         # What waits for its time limit waits at once.

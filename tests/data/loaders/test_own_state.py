@@ -29,7 +29,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def variants() -> Iterator[Any]:
     """Each kind and each layout in the usual tests, all pairs in the slow ones."""
-    usual = {("own", "ring"), ("stream", "groups"), ("generator", "ring")}
+    usual = {("own", "ring")}
     for kind in ("own", "stream", "sequential", "shuffled", "generator"):
         for name, layout in {"ulysses": ULYSSES, "ring": RING, "groups": GROUPS}.items():
             if name == "groups" and kind not in ("own", "stream"):
@@ -43,20 +43,21 @@ def variants() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "layout"), [*variants()])
 def test_a_resume_goes_on_and_reads_nothing_again(pools, tmp_path, kind, layout):
-    """Cut at the end of an epoch and within the next one."""
-    hold_resumes(pools, tmp_path, kind, layout, slice(1, 3))
+    """Cut within the second epoch."""
+    hold_resumes(pools, tmp_path, kind, layout, [2])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layout"), [*variants()])
 def test_a_resume_goes_on_from_other_cuts(pools, tmp_path, kind, layout):
-    hold_resumes(pools, tmp_path, kind, layout, slice(0, 4, 3))
+    """Within other epochs and at the end of one."""
+    hold_resumes(pools, tmp_path, kind, layout, [0, 1, 3])
 
 
 def hold_resumes(pools, tmp_path, kind, layout, some):
     groups = layout.get("data_parallel_size", 1)
     steps = 15 // groups
-    cuts = CUTS["one" if groups == 1 else "two"][some]
+    cuts = [CUTS["one" if groups == 1 else "two"][i] for i in some]
     calls: list[Any] = [
         ((kind, layout), dict(steps=steps, save=str(tmp_path / str(cut)), save_after=cut)) for cut in cuts
     ]
@@ -73,6 +74,7 @@ def hold_resumes(pools, tmp_path, kind, layout, some):
                 assert resumed["read"] <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own"])
 def test_other_groups_read_as_before_or_are_refused(pools, tmp_path, kind):
     within, end = str(tmp_path / "within"), str(tmp_path / "end")
@@ -87,6 +89,7 @@ def test_other_groups_read_as_before_or_are_refused(pools, tmp_path, kind):
         assert not resumed["error"], resumed["error"]
 
 
+@pytest.mark.slow
 def test_a_state_that_would_not_load_again_is_not_stored(pools, tmp_path):
     path = str(tmp_path / "strange")
     calls = [
@@ -101,6 +104,7 @@ def test_a_state_that_would_not_load_again_is_not_stored(pools, tmp_path):
             assert "4 micro-batches of Loader are read again" in resumed["said"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["own", "strange"])
 def test_a_loader_that_is_made_anew_for_a_later_epoch_begins_at_its_start(pools, tmp_path, kind):
     calls = [
@@ -115,7 +119,7 @@ def test_a_loader_that_is_made_anew_for_a_later_epoch_begins_at_its_start(pools,
 @HAS_TORCHDATA
 # torchdata itself asks torch by an old name.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["stream", "shuffled", "generator"])
 # Ranks of a pool are daemons, which may have no workers: a loader alone, whose reader is this process.
 def test_workers_that_fetch_ahead_are_not_ahead_in_the_state(kind, workers):

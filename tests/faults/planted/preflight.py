@@ -601,7 +601,7 @@ PREFLIGHT = (
         "step/inner_gradients.py",
         "            with nullcontext() if apart else without_reduction(module):\n",
         "            with nullcontext():\n",
-        "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices",
+        "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices[most]",
     ),
     fault(
         "noise of a user's generator that is the same for each rank's tokens",

@@ -10,7 +10,7 @@ FROZEN = "tests/checkpoint/contents/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
 BUFFERS = "tests/step/agreement/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
 WRITES = "tests/step/agreement/test_agreed_writes.py"
-INNER = "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices"
+INNER = "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices[most]"
 SUMMED = (
     "tests/trainer/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
 )
@@ -542,7 +542,7 @@ USERS = (
         "trainer/logged_numbers/logged_sums.py",
         "            if once.get(self._name) and",
         "            if False and",
-        f"{BEHAVIOURS}::test_what_was_wrong_once",
+        f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
     ),
     fault(
         "a fraction of tokens that the preflight has told is each rank's own, counted once",
@@ -556,14 +556,14 @@ USERS = (
         "strategy.py",
         "        self._let_loaders_through(self._module.trainer)\n",
         "",
-        f"{BEHAVIOURS}::test_what_was_wrong_once",
+        f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
     ),
     fault(
         "thawed layers that a resume leaves out of the optimizer",
         "trainer/sharded_model.py",
         "        restore_finetuning(self._module.trainer, self._module)\n",
         "",
-        f"{BEHAVIOURS}::test_what_was_wrong_once",
+        f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
     ),
     fault(
         "a flipped bit of a token file that is trained on",
@@ -584,14 +584,14 @@ USERS = (
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None",
         "return comm.reduce_sum(grad_outputs[0]), None",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
+        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "a penalty's gradient of a weight that no forward uses, taken away with FSDP's zeros",
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "queue(lambda: queue(act))",
         "act()",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices",
+        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "padding's labels that are tried on no rank but their own",

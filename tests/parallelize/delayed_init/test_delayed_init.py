@@ -34,6 +34,7 @@ def test_the_first_weights_are_those_of_one_device(pools):
                 assert torch.equal(value, like), (layout, name)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("read", [False, True])
 def test_no_rank_holds_more_than_its_shard_and_a_block(read, tmp_path):

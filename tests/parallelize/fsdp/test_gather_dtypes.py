@@ -13,7 +13,7 @@ IN_BLOCKS = {f"model.blocks.{number}.parts.{part}.weight" for number in (0, 1) f
 
 OFTEN = [
     pytest.param((2,), 1, id="2"),
-    pytest.param((2, 2), 2, id="2x2"),
+    pytest.param((2, 2), 2, id="2x2", marks=pytest.mark.slow),
     pytest.param((4,), 1, id="4", marks=pytest.mark.slow),
 ]
 

@@ -55,14 +55,15 @@ def test_two_ranks_with_half_of_each_layer_train_as_one(pools: Any) -> None:
     assert "whole on every rank: tensor_parallel_size=2 does not divide the 61 words of model.embedding;" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
         dict(ulysses_size=2),
         dict(data_parallel_size=2, shard_size=1),
-        pytest.param(dict(ring_size=2), marks=pytest.mark.slow),
-        pytest.param(dict(ring_size=2, shard_size=1), marks=pytest.mark.slow),
-        pytest.param(dict(data_parallel_size=2), marks=pytest.mark.slow),
+        dict(ring_size=2),
+        dict(ring_size=2, shard_size=1),
+        dict(data_parallel_size=2),
     ],
 )
 def test_beside_each_other_degree(pools: Any, layout: dict[str, Any]) -> None:
@@ -73,7 +74,7 @@ def test_beside_each_other_degree(pools: Any, layout: dict[str, Any]) -> None:
     ("name", "layout"),
     [
         ("words", {}),
-        ("tied words", dict(ulysses_size=2)),
+        pytest.param("tied words", dict(ulysses_size=2), marks=pytest.mark.slow),
         pytest.param("words", dict(ring_size=2), marks=pytest.mark.slow),
         pytest.param("words", dict(data_parallel_size=2), marks=pytest.mark.slow),
         pytest.param("words", dict(data_parallel_size=2, shard_size=1), marks=pytest.mark.slow),
@@ -101,6 +102,7 @@ def test_a_head_with_lora_around_it_is_whole_with_a_warning(pools: Any) -> None:
     assert "lm_head is a peft.tuners.lora.layer.Linear, and no nn.Linear or nn.Embedding without options" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["smoothed", "linear"])
 def test_losses_of_parts_of_the_words(pools: Any, loss: str) -> None:
     """Label smoothing beside a z-loss; by the public function, with a softcap."""
@@ -108,6 +110,7 @@ def test_losses_of_parts_of_the_words(pools: Any, loss: str) -> None:
     assert "model.head.weight" in found["split"]
 
 
+@pytest.mark.slow
 def test_logits_are_whole_for_who_reads_them(pools: Any) -> None:
     """By predictions, by an accuracy of validation, by `generate`, and after the step."""
     expected = pools(1).run(vocabulary_ranks.read, 1, {})[0]
@@ -175,9 +178,9 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
         "parallel",
         "tied",
         "qwen3",
-        "lora",
+        pytest.param("lora", marks=pytest.mark.slow),
         "packed",
-        "packed lora",
+        pytest.param("packed lora", marks=pytest.mark.slow),
         pytest.param("lora of gathered", marks=pytest.mark.slow),
         pytest.param("gpt", marks=pytest.mark.slow),
         pytest.param("qwen2", marks=pytest.mark.slow),

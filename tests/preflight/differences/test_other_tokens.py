@@ -24,9 +24,10 @@ REFUSED = [
 RING, ULYSSES = {"ring_size": 2}, {"ulysses_size": 2, "activation_checkpointing": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "cases"),
-    [(RING, WHOLE), (ULYSSES, WHOLE[1::2]), pytest.param(ULYSSES, WHOLE[::2], marks=pytest.mark.slow)],
+    [(RING, WHOLE), (ULYSSES, WHOLE[1::2]), (ULYSSES, WHOLE[::2])],
     ids=["ring", "ulysses", "ulysses, the others"],
 )
 def test_every_gradient_is_that_of_one_process(pools, layout, cases):

@@ -15,17 +15,20 @@ pytest.importorskip("transformers")
 pytest.importorskip("datasets")
 
 
+@pytest.mark.slow
 def test_a_neuron_that_rounding_switches_is_no_false_alarm(pools: Any):
     for found in pools(2).run(ranks.said, "models", "t5_translation"):
         assert found == {"outcome": "ran"}
 
 
+@pytest.mark.slow
 def test_a_token_that_rounding_sends_to_another_expert_is_no_false_alarm(pools: Any):
     (case,) = [each for each in entries() if each.model_type == "jetmoe"]
     for found in pools(2).run(models.alarm, Trial.of(case, "own loss"), "1x2", "bf16-mixed"):
         assert found == {"outcome": "ran"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.3, 0.5])
 def test_what_is_wrong_in_bfloat16_alone_is_refused(pools: Any, factor: float):
     for found in pools(2).run(ranks.said, "models", "t5_translation", factor):

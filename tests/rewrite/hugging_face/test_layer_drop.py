@@ -16,9 +16,10 @@ LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [dict(), pytest.param(dict(accumulate_grad_batches=2), marks=pytest.mark.slow)],
+    [dict(), dict(accumulate_grad_batches=2)],
     ids=["steps", "accumulated"],
 )
 def test_every_rank_skips_the_same_layers(pools: Any, options: dict[str, Any]):
@@ -37,6 +38,7 @@ def test_every_rank_skips_the_same_layers(pools: Any, options: dict[str, Any]):
     assert all(ran == list(range(8)) for ran in runs[0][0]["tried"])
 
 
+@pytest.mark.slow
 def test_without_a_draw_it_is_one_devices(pools: Any):
     (one,) = pools(1).run(ranks.trained, None, 4, 0.0, {})
     for rank in pools(2).run(ranks.trained, dict(ring_size=2), 4, 1e-12, {}):

@@ -137,6 +137,7 @@ def test_parts_with_a_copy_of_the_configuration_have_the_attention_too(monkeypat
         assert [each.config._attn_implementation for each in (model, model.encoder, model.decoder)] == [name] * 3
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_does_not_import_transformers_models():
     """Which takes seconds, and says on stderr what transformers' optional packages have to say."""
     program = (

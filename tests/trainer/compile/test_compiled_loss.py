@@ -12,7 +12,8 @@ from tests.trainer.compile import compiled_loss_ranks as ranks
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("head", ["SequenceClassification", pytest.param("MaskedLM", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["SequenceClassification", "MaskedLM"])
 def test_a_graph_that_calls_the_function_is_exact(pools: Any, head: str):
     (one,) = pools(1).run(ranks.trained, head, None, "")
     for found in pools(2).run(ranks.trained, head, dict(ring_size=2), "eager"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -49,10 +51,14 @@ WHOLE = [
 
 @pytest.fixture(scope="module")
 def eager(pools):
-    """What plain Lightning makes of the same models, uncompiled, from rank 0's seed."""
-    keys = dict.fromkeys((case["model"], case.get("early", False), case.get("before", False)) for case in CASES + WHOLE)
-    cases = [dict(model=m, how="", world=1, strategy=None, early=early, before=before) for m, early, before in keys]
-    return dict(zip(keys, pools(1).run(ranks.fits, cases)[0], strict=True))
+    """What plain Lightning makes of the same models, uncompiled, from rank 0's seed; of each when it is asked for."""
+
+    @cache
+    def of(model, early=False, before=False):
+        case = dict(model=model, how="", world=1, strategy=None, early=early, before=before)
+        return pools(1).run(ranks.fits, [case])[0][0]
+
+    return of
 
 
 def same(actual, expected, case):
@@ -65,12 +71,17 @@ def same(actual, expected, case):
 
 
 @pytest.mark.parametrize(
-    "cases", [CASES[2:4], pytest.param(CASES, marks=pytest.mark.slow), WHOLE], ids=["few", "all", "global view"]
+    "cases",
+    [
+        pytest.param(CASES[2:4], id="few"),
+        pytest.param(CASES, id="all", marks=pytest.mark.slow),
+        pytest.param(WHOLE, id="global view", marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager, cases):
     for answers in pools(2).run(ranks.fits, [dict(world=2, **case) for case in cases]):
         for case, actual in zip(cases, answers, strict=True):
-            same(actual, eager[case["model"], case.get("early", False), case.get("before", False)], case)
+            same(actual, eager(case["model"], case.get("early", False), case.get("before", False)), case)
             assert (actual["graphs"] > 0) == (cases is not WHOLE), ("nothing was compiled, or in the global view", case)
 
 
@@ -84,10 +95,10 @@ def test_checkpoints_have_the_models_own_names(pools, eager, tmp_path):
         answer["losses"][0]
         for answer in pools(1).run(ranks.fit, ONE, "torch.compile(model)", 1, None, False, False, file)
     }
-    assert compiled == pytest.approx(eager[ONE, False, False]["losses"][0], abs=1e-10)
+    assert compiled == pytest.approx(eager(ONE)["losses"][0], abs=1e-10)
     assert any("_orig_mod." in name for name in torch.load(file, weights_only=True)["state_dict"])
     exported = torch.load(export_checkpoint(folder, tmp_path / "model.pt"), weights_only=True)
-    assert set(exported) == set(eager[ONE, False, False]["weights"])
+    assert set(exported) == set(eager(ONE)["weights"])
     again = [
         dict(how="", strategy=strategy, resume=folder, max_epochs=2, **common),
         dict(how="torch.compile(model)", strategy=strategy, resume=file, max_epochs=2, **common),
@@ -95,7 +106,7 @@ def test_checkpoints_have_the_models_own_names(pools, eager, tmp_path):
     for answers in pools(2).run(ranks.fits, again):
         for answer, case in zip(answers, again, strict=True):
             assert not answer["error"], answer["error"]
-            for name, weight in eager[ONE, False, False]["weights"].items():
+            for name, weight in eager(ONE)["weights"].items():
                 assert max_error(answer["first"][name], weight) < 1e-10, (case, name)
 
 

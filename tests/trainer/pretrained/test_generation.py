@@ -18,7 +18,13 @@ def same(actual, expected, *, written=True):
         assert max_error(actual["weights"][name], weight) < 1e-10, name
 
 
-CASES = [("ids", 16), ("masked", 15), ("by name", 16), ("in training", 16), ("beams", 15)]
+CASES = [
+    ("masked", 15),
+    *(
+        pytest.param(how, length, marks=pytest.mark.slow)
+        for how, length in (("ids", 16), ("by name", 16), ("in training", 16), ("beams", 15))
+    ),
+]
 
 
 @pytest.mark.parametrize(("how", "length"), CASES)
@@ -46,6 +52,7 @@ def test_groups_whose_texts_end_at_other_tokens_wait_for_each_other(pools):
         same(actual, expected, written=False)
 
 
+@pytest.mark.slow
 def test_what_is_drawn_the_ranks_of_a_sequence_draw_alike(pools):
     first, second = pools(2).run(ranks.run, "sampled", dict(ring_size=2), 2, 16)
     assert not first["error"]

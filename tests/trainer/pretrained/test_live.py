@@ -26,6 +26,7 @@ def base(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_what_is_done_with_a_sharded_model_is_as_on_one_device(pools, base):
     alone = pools(1).run(ranks.runs, [{**case, "strategy": None, "world": 1, "folder": base} for case in CASES])[0]
     for rank, answers in enumerate(pools(2).run(ranks.runs, [dict(world=2, folder=base, **case) for case in CASES])):

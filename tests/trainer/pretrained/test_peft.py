@@ -52,9 +52,8 @@ def same(actual, expected, case):
         assert max_error(actual["weights"][name], weight) < 1e-10, (case, name)
 
 
-@pytest.mark.parametrize(
-    "cases", [pytest.param(CASES, id="most"), pytest.param(MORE_CASES, id="more", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", [pytest.param(CASES, id="most"), pytest.param(MORE_CASES, id="more")])
 def test_adapters_train_as_on_one_device(pools, base, cases):
     alone = pools(1).run(ranks.runs, [{**case, "strategy": None, "world": 1, "folder": base} for case in cases])[0]
     for answers in pools(2).run(ranks.runs, [dict(world=2, folder=base, **case) for case in cases]):

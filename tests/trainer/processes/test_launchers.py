@@ -110,7 +110,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("between", "in_main", "ends"),
     [
-        pytest.param("", True, True, id="in its run"),
+        pytest.param("", True, True, id="in its run", marks=pytest.mark.slow),
         pytest.param("watch.stop()", True, True, id="behind its run"),
         pytest.param("watch.stop(); watch.start(os.environ); watch.stop()", True, True, id="behind its second run"),
         # The thread that started it may end before its process does, and the kernel knows the thread alone.

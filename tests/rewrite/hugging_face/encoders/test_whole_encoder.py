@@ -17,7 +17,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(each, marks=[pytest.mark.slow] * (each == "preflight")) for each in LAYOUTS]
+)
 def test_every_gradient_is_that_of_one_process(pools, layout):
     chosen = CASES if layout == "ring" else CASES[::3]
     cases = [dict(kind=kind, tokens=tokens, strategy=LAYOUTS[layout]) for kind, tokens in chosen]

@@ -23,9 +23,8 @@ def one_device():
     return {name: ranks.fit(name, None) for name in ranks.MODELS}
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=pytest.mark.slow if each != "1 x 2" else ()) for each in LAYOUTS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_models_own_loss_is_that_of_one_device(pools, one_device, layout):
     hold(pools, one_device, layout, list(OF_EACH_LOSS if layout == "2 x 2" else ranks.MODELS))
 

@@ -11,7 +11,7 @@ from tests.rewrite.hugging_face.heads import parts_ranks as ranks
 pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("kind", ["base", "score"])
+@pytest.mark.parametrize("kind", ["base", pytest.param("score", marks=pytest.mark.slow)])
 def test_a_part_that_is_called_alone_is_that_of_one_device(pools: Any, kind: str):
     ((logged, weights),) = pools(1).run(ranks.trained, kind, None)
     for found, own in pools(2).run(ranks.trained, kind, dict(ring_size=2)):

@@ -11,6 +11,7 @@ def tried(pools, model_type, class_name):
     return answer(pools, case, "own loss", layouts=["1x2"])
 
 
+@pytest.mark.slow
 def test_eager_attention_is_refused(pools):
     found = tried(pools, "mimo_v2_flash", "MiMoV2FlashForCausalLM")
     assert found["outcome"] == "refused"
@@ -21,7 +22,8 @@ def test_eager_attention_is_refused(pools):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "class_name"), [("qwen2", "Qwen2ForCausalLM"), ("gpt_oss", "GptOssForCausalLM")]
+    ("model_type", "class_name"),
+    [("qwen2", "Qwen2ForCausalLM"), pytest.param("gpt_oss", "GptOssForCausalLM", marks=pytest.mark.slow)],
 )
 def test_others_are_exact(pools, model_type, class_name):
     assert tried(pools, model_type, class_name)["outcome"] == "exact"

@@ -37,6 +37,7 @@ def expected():
     return [ranks.one_process(**case) for case in EXACT]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_gradient_is_that_of_one_process(pools, expected, strategy):
     hold(pools, expected, strategy, FEW[strategy])
@@ -90,6 +91,7 @@ def test_what_cannot_be_counted_is_refused(pools, preflight):
         assert part in answer["error"], (case, answer["error"])
 
 
+@pytest.mark.slow
 def test_the_references_positions_are_the_models_own(pools):
     """Positions by order given to models that count otherwise, as once on both sides: the preflight finds it."""
     found = pools(2).run(ranks.handed_by_order, ["roberta", "opt", "bart decoder"])[0]

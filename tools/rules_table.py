@@ -9,7 +9,16 @@ from pathlib import Path
 from types import ModuleType
 
 from lightning_sp.global_view.call import Rule
-from lightning_sp.global_view.rules import composed, losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules import (
+    backwards,
+    composed,
+    losses,
+    pointwise,
+    products,
+    properties,
+    shapes,
+    statistics,
+)
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
     norms,
@@ -88,6 +97,8 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
         "Number by number, then the mean or sum over the whole; `F.cross_entropy` as everywhere in a step.",
     ),
     "By other functions": (composed, "What other functions of torch make up, by their rules."),
+    "Statistics": (statistics, "Likewise."),
+    "Backwards": (backwards, "Which the backward of an `autograd.Function` of yours may call."),
     "What a tensor says of itself": (properties, "Of what is shown, or of this rank's part where it is autograd's."),
 }
 HEAD = """# The global view
@@ -137,9 +148,12 @@ tensor that you made, `out = torch.zeros(B, S, E)`, is made whole for it, as `ou
 of a tensor of the sequence is one device's, for adversarial training say; with `create_graph=True` it is refused.
 
 A function of torch that is written in Python, most losses of `F` among them, needs no rule: it runs by the rules of its
-parts. An `autograd.Function` of yours that computes number by number runs on each rank's part. Its first call is tried
-beside one of twice the tokens; where a token's number or gradient then is another, or a larger gradient gives no
-more by the same factor (a clamp, a norm), it is refused.
+parts. So does an `autograd.Function` of yours: its `forward` and its `backward` run by the rules of what they call (a
+parallel scan, attention with a gradient of its own, statistics of all tokens), with the same `ctx`. One that computes
+number by number runs on each rank's part, if its first call gives a token the same beside twice as many tokens. Refused
+are those whose gradient is not linear (a clamp, a norm: gradients of a step are scaled until its backward has ended),
+that write into what they are given, or that call a kernel of their own. `torch.utils.checkpoint` with
+`use_reentrant=True` does what it does with `False`.
 
 ## Compiled
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -58,6 +58,11 @@ class Call:
         """Call the function with each tensor whole."""
         return self.changed(lambda value: value.whole() if isinstance(value, SequenceTensor) else value)
 
+    def copied(self) -> Call:
+        """Return the call with copies of its tensors, without a history: what is written to them is written to nothing else."""
+        args = tuple(mapped(each, _copy_of) for each in self.args)
+        return replace(self, args=args, kwargs={name: mapped(each, _copy_of) for name, each in self.kwargs.items()})
+
     def changed(self, change: Callable[[Any], Any]) -> Any:
         """Call the function with changed arguments, those in lists, tuples and mappings too."""
         args = [mapped(each, change) for each in self.args]
@@ -66,6 +71,10 @@ class Call:
 
 def _local_of(value: Any) -> Any:
     return value.local if isinstance(value, SequenceTensor) else value
+
+
+def _copy_of(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:

@@ -7,7 +7,7 @@ whole for the call, and what has more is refused with the user's line.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -29,8 +29,18 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.copied_views import address_of, memory_of
+from lightning_sp.global_view.exchange.movement import as_tokens
 from lightning_sp.global_view.keyword_arguments import by_position
-from lightning_sp.global_view.rules import composed, losses, pointwise, products, properties, shapes
+from lightning_sp.global_view.rules import (
+    backwards,
+    composed,
+    losses,
+    pointwise,
+    products,
+    properties,
+    shapes,
+    statistics,
+)
 from lightning_sp.global_view.rules.along_sequence import (
     convolutions,
     norms,
@@ -74,6 +84,8 @@ def _table() -> dict[str, tuple[Rule, ...]]:
         resampling.RULES,
         whole_matrices.RULES,
         composed.RULES,
+        backwards.RULES,
+        statistics.RULES,
         {"softmax": reductions.softmax, "log_softmax": reductions.softmax},
         {"gather": taking.gather_tokens, "take_along_dim": taking.gather_tokens},
     ):
@@ -148,19 +160,39 @@ def _transformed(call: Call) -> SequenceParallelError:
 def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
     """Do with scores that are made what a function does; raise the error where they are too many, or are written into."""
     leaves = tree_leaves((call.args, call.kwargs))
-    maxima = [each for each in leaves if isinstance(each, score_rows.Maxima)]
-    given = [each for each in leaves if isinstance(each, Scores)]
-    number = max((made_scores.num_scores(each) for each in (*given, *(each.scores for each in maxima))), default=0)
+    noted = [each for each in leaves if isinstance(each, Scores | score_rows.Maxima)]
     is_written = writes(call.function) and isinstance(call.args[0], Scores | score_rows.Maxima)
-    if not (given or maxima) or is_written or any(each.is_old for each in given):
+    if not noted or is_written or any(each.is_old for each in noted if isinstance(each, Scores)):
         raise error
-    if number > MOST_NUMBERS:
-        raise SequenceParallelError(
-            f"{error}; for anything else the scores are made, of up to {MOST_NUMBERS} numbers on a rank: here {number}"
-        ) from error
-    made: dict[int, Tensor] = {id(each): made_scores.made(each) for each in given}
-    made |= {id(each): made_scores.maxima_of(made_scores.made(each.scores), each.taken) for each in maxima}
+    made = scores_made(noted, error)
     return call.changed(lambda each: made.get(id(each), each))
+
+
+def scores_made(noted: Sequence[Any], error: Exception | None = None) -> dict[int, SequenceTensor]:
+    """Return scores, and maxima of scores, with their numbers, by what tells them apart.
+
+    Args:
+        noted: those of attention that was noted.
+        error: why they are needed.
+
+    Raises:
+        SequenceParallelError: they are too many.
+    """
+    maxima = [each for each in noted if isinstance(each, score_rows.Maxima)]
+    given = [each for each in noted if isinstance(each, Scores)]
+    number = max((made_scores.num_scores(each) for each in (*given, *(each.scores for each in maxima))), default=0)
+    if number > MOST_NUMBERS:
+        why = (
+            f"{error}; for anything else the"
+            if error
+            else f"global_view: a function of the user's ({users_line()}) reads scores of an attention;"
+        )
+        raise SequenceParallelError(
+            f"{why} scores are made, of up to {MOST_NUMBERS} numbers on a rank: here {number}"
+        ) from error
+    made: dict[int, Any] = {id(each): made_scores.made(each) for each in given}
+    made |= {id(each): made_scores.maxima_of(made_scores.made(each.scores), each.taken) for each in maxima}
+    return made
 
 
 def _by_rules(call: Call, types: Collection[type]) -> Any:
@@ -182,10 +214,18 @@ def _whole_or_refused(call: Call, of_scores: bool) -> Any:
     if not of_scores and not _writes(call) and all(map(whole_is_small, tensors)):
         tensors[0].placement.storage.note_reduction()
         return _view_of_whole(call) if call.name in VIEWS else call.on_wholes()
-    body = None if of_scores else body_of(call.function)
-    if body is None:
-        raise _refusal(call)
-    return body(*call.args, **call.kwargs)
+    if not of_scores and (body := body_of(call.function)) is not None:
+        return body(*call.args, **call.kwargs)
+    if not of_scores and not _writes(call) and any(map(_is_more_than_tokens, tensors)):
+        counted = {id(each): as_tokens(each) for each in tensors}
+        if not any(map(_is_more_than_tokens, counted.values())):
+            return call.changed(lambda each: counted.get(id(each), each))
+    raise _refusal(call)
+
+
+def _is_more_than_tokens(x: SequenceTensor) -> bool:
+    """Return whether a dim is joined rows, or tokens and their features: few rules know those, and all know it as a sequence of its own."""
+    return x.placement.outer * x.placement.inner > 1
 
 
 def _view_of_whole(call: Call) -> Any:

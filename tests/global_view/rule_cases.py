@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.global_view.composed_cases import COMPOSED_CASES
+from tests.global_view.function_cases import FUNCTION_CASES
 from tests.global_view.line_cases import LINE_CASES
 from tests.global_view.more_cases import MORE_CASES
 from tests.global_view.paper_cases import PAPER_CASES
@@ -178,6 +179,7 @@ CASES: dict[str, Case] = {
     **PAPER_CASES,
     **VIEW_CASES,
     **COMPOSED_CASES,
+    **FUNCTION_CASES,
     "logarithm of what padding would be": lambda x, ids, mask, w: F.linear(x[:, 1:].abs().log(), w.weight),
     "differences, normalized": normalized_differences,
     "scores used twice": scores_used_twice,

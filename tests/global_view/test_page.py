@@ -14,7 +14,7 @@ OTHERS = {"iter", "deepcopy", "unsafe_view"}
 
 
 def is_of_torch(name):
-    places = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._C._nn)
+    places = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.fft, torch._C._nn, torch.ops.aten)
     forms = (name, name.removeprefix("fft_"), f"{name}_", f"_{name}", f"__{name}__", f"linalg_{name}")
     return any(hasattr(place, form) for place in places for form in forms)
 

@@ -342,10 +342,19 @@ def one_hot(call: Call) -> Any:
 
 
 def bucketize(call: Call) -> Any:
-    """Say between which whole boundaries each number lies."""
+    """Say between which boundaries each number lies, whole ones or those of its token."""
     x, boundaries = call.argument(0, "input"), call.argument(1, "boundaries")
     if call.name == "searchsorted":
         boundaries, x = call.argument(0, "sorted_sequence"), call.argument(1, "input")
+    if (
+        is_sequence(x)
+        and is_sequence(boundaries)
+        and x.placement == boundaries.placement
+        and x.dim() == boundaries.dim()
+    ):
+        if x.placement.dim == x.dim() - 1:
+            return NO_RULE
+        return placed(call.changed(lambda each: each.local.contiguous() if is_sequence(each) else each), x.placement)
     if not is_sequence(x) or not is_plain(boundaries) or len(call.tensors) > 1:
         return NO_RULE
     is_of_rows = boundaries.dim() > 1 and x.placement.dim < x.dim() - 1

@@ -286,8 +286,9 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     if is_plain(a) and is_plain(b):
         return torch.einsum(f"{first},{second}->{out}", a, b)
     sizes = dict(zip(first, a.shape, strict=True))
-    if any(sizes.setdefault(name, size) != size for name, size in zip(second, b.shape, strict=True)):
-        return NO_RULE  # dims that are broadcast
+    sizes |= {name: size for name, size in zip(second, b.shape, strict=True) if sizes.get(name, 1) == 1}
+    # Dims of size 1 are broadcast, those that are summed too.
+    a, b = (_in_full(x, [sizes[each] for each in name]) for name, x in ((first, a), (second, b)))
 
     if is_sequence(a) and is_sequence(b) and (more := _beside_pairs(first, second, rows, columns, a, b)):
         (first, a), (second, b) = (_with_dims(name, x, more, sizes) for name, x in ((first, a), (second, b)))
@@ -306,6 +307,10 @@ def _einsum_of_two(first: str, second: str, out: str, a: Any, b: Any) -> Any:
     shape = [sizes[each] for each in order]
     result = result if list(result.shape) == shape else result.reshape(shape)
     return result if list(out) == order else result.permute([order.index(each) for each in out])
+
+
+def _in_full(x: Any, shape: list[int]) -> Any:
+    return x if list(x.shape) == shape else x.expand(shape)
 
 
 def _beside_pairs(
@@ -340,7 +345,10 @@ RULES: dict[str, Rule] = {
         "solve_triangular inv inverse solve cholesky qr svd svdvals pinv lstsq matrix_exp matrix_power eigh eigvalsh",
         of_matrices,
     ),
-    **named("det slogdet logdet matrix_rank cholesky_solve", of_matrices),
+    **named(
+        "det slogdet logdet matrix_rank cholesky_solve cholesky_inverse solve_ex inv_ex cholesky_ex lu_factor lu",
+        of_matrices,
+    ),
     **named("tril triu", triangle),
     **named("cdist", distances),
     **named("tensordot", tensordot),

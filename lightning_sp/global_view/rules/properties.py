@@ -71,6 +71,14 @@ def hook(call: Call) -> Any:
     )
 
 
+def address(call: Call) -> Any:
+    """Refuse to say where numbers lie: a kernel that reads there finds this rank's part, or nothing."""
+    raise SequenceParallelError(
+        f"global_view: {call.name} of a tensor of the sequence ({users_line()}): a kernel of your own would find this rank's part there; "
+        "write it with functions of torch, or hand it lightning_sp.reductions.unshard(x), the whole on every rank"
+    )
+
+
 def of_values(call: Call) -> Any:
     """Answer with the whole."""
     return call.on_wholes()
@@ -109,6 +117,7 @@ RULES: dict[str, Rule] = {
     **named(OF_AUTOGRAD, of_autograd),
     **named(OF_COMPILER, to_compiler),
     **named("register_hook register_post_accumulate_grad_hook", hook),
+    **named("data_ptr", address),
     **named(OF_VALUES, of_values),
     **named("__bool__ __int__ __float__ __index__", number),
     **named("__repr__ __str__ __format__", text),

@@ -94,7 +94,7 @@ def _placement_in(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
         return each.outer * (each.inner // block if block and each.inner % block == 0 else each.inner)
 
     # Dims of size 1 beside a sequence of one token, or of one block: the sequence stays in the first.
-    return min(found, key=lambda each: (num_others(each), each.dim)) if found else None
+    return min(found, key=lambda each: (num_others(each), each.outer, each.dim)) if found else None
 
 
 def _placement_of_none(x: SequenceTensor, shape: Sequence[int]) -> Placement | None:
@@ -275,7 +275,7 @@ def cat(call: Call) -> Any:
             each = _as_first_of_pairs(each, own.dim) if call.name == "stack" or each.placement.dim != dim else each
             each = brought(each, own.storage) if each.placement.length == own.length else each
             if each.placement.dim != own.dim or not each.placement.same_tokens(own):
-                return NO_RULE
+                return _of_one_order(call, tensors)
             local.append(each.local)
         elif is_plain(each) and each.shape[own.dim] == own.shown:
             local.append(part_of(each, own))
@@ -289,6 +289,16 @@ def _as_first_of_pairs(x: SequenceTensor, dim: int) -> SequenceTensor:
     """Return pairs of tokens, (B, S, S, E), split along a dim where they are along the other: the second of each beside the first."""
     other = None if x.placement.dim == dim or dim >= x.dim() else along_dim(x, dim)
     return x if other is None else other
+
+
+def _of_one_order(call: Call, tensors: Sequence[Any]) -> Any:
+    """Put tensors beside each other whose dims are sequences in other orders, joined rows or blocks: each as one sequence of its own."""
+    if not any(is_sequence(each) and each.placement.outer * each.placement.inner > 1 for each in tensors):
+        return NO_RULE
+    tokens = [as_tokens(each) if is_sequence(each) else each for each in tensors]
+    if any(is_sequence(each) and each.placement.outer * each.placement.inner > 1 for each in tokens):
+        return NO_RULE
+    return cat(replace(call, args=(tokens, *call.args[1:])))
 
 
 def _is_empty(value: Any) -> bool:

@@ -98,3 +98,16 @@ def test_equal_lengths_stay_one_sequence_of_a_part() -> None:
     _, info = shard_batch(pairs(8, 8), LAYOUT, 0, ShardOptions(infer_sequences=True))
     assert not info.beside
     assert info.dims.keys() >= {"chosen_input_ids", "rejected_input_ids"}
+
+
+def test_what_is_as_long_as_an_encoders_sequence_is_of_it_where_no_name_says_so() -> None:
+    """UDOP's boxes, Pix2Struct's patches; as long as the decoder's alone they are refused."""
+    batch = {"input_ids": tokens(2, 9), "bbox": torch.zeros(2, 9, 4), "decoder_input_ids": tokens(2, 5)}
+    found = batch_sequences(batch, WHOLE)
+    assert (found.encoder, found.own) == ({"input_ids": 1, "bbox": 1}, {"decoder_input_ids": 1})
+    parts = [shard_batch(batch, LAYOUT, rank, WHOLE)[0] for rank in range(2)]
+    assert merge([part["bbox"] for part in parts], LAYOUT, dim=1)[:, :9].shape == (2, 9, 4)
+    with pytest.raises(SequenceParallelError, match=r"'bbox': \(2, 9, 4\)\} of the batch look like sequences of 9"):
+        shard_batch(batch, LAYOUT, 0, ShardOptions(labels_shifted=True))
+    with pytest.raises(SequenceParallelError, match=r"'bbox': \(2, 5, 4\)\} of the batch look like sequences of 5"):
+        shard_batch({**batch, "bbox": torch.zeros(2, 5, 4)}, LAYOUT, 0, WHOLE)

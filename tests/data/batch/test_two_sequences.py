@@ -155,3 +155,15 @@ def test_what_sounds_do_not_explain_is_refused():
         shard_batch({**SOUNDS, "weights": torch.zeros(2, 16)}, LAYOUT, 0, LABELED)
     with pytest.raises(SequenceParallelError, match="input_features, attention_mask of an encoder and labels"):
         hand_sharded_info(SOUNDS, LAYOUT, 0, LABELED)
+
+
+def test_targets_of_codebooks_have_their_tokens_last():
+    """Dia's: a decoder reads (rows, tokens, codebooks), and its targets are (rows, codebooks, tokens)."""
+    batch = {
+        "input_ids": torch.ones(2, 12, dtype=torch.int64),
+        "decoder_input_ids": torch.ones(2, 8, 3, dtype=torch.int64),
+        "labels": torch.arange(48).view(2, 3, 8),
+    }
+    parts, infos = shards(batch)
+    assert infos[0].length == 8
+    assert torch.equal(merge(torch.stack([part["labels"] for part in parts]), LAYOUT, dim=2), batch["labels"])

@@ -151,6 +151,7 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     whole += inputs_of_whole_encoder(entries, options)
     several = _shape_of_several_texts(known)
     dims = {n: 2 if t.shape == several else STANDARD_NAMES[n][0] for n, t in known.items() if n not in whole}
+    dims |= dict.fromkeys(_targets_of_codebooks(known), 2)
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
@@ -169,6 +170,15 @@ def _shape_of_several_texts(known: Mapping[str, Tensor]) -> torch.Size | None:
     """Return the shape of ids of (rows, texts, tokens), answers to choose from say: the last dim is the longer one. None where a row is one."""
     ids = [known[name] for name in INPUTS if name in known and not known[name].is_floating_point()]
     return next((each.shape for each in ids if each.dim() == 3 and each.shape[2] > each.shape[1]), None)
+
+
+def _targets_of_codebooks(known: Mapping[str, Tensor]) -> list[str]:
+    """Return targets of (rows, codebooks, tokens) beside a decoder's inputs of (rows, tokens, codebooks), as Dia has them."""
+    codes = known.get(f"{DECODER}input_ids")
+    if codes is None or codes.dim() != 3:
+        return []
+    rows, tokens, codebooks = codes.shape
+    return [n for n in OF_TARGETS if n in known and tuple(known[n].shape) == (rows, codebooks, tokens)]
 
 
 def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -> list[str]:

@@ -115,8 +115,24 @@ def batch_sequences(entries: Mapping[str, Any], options: ShardOptions) -> BatchS
     if options.global_view and not encoder and not whole_inputs:
         own, encoder = _by_lengths(entries, own)
         named = Named(before=DECODER) if encoder else Named()
+    if options.global_view and encoder:
+        encoder |= _of_encoder(entries, dims, encoder)
     pairs = [name for name in pairs_of_tokens(entries, dims, options) if name not in whole_inputs]
     return BatchSequences(own=own, named=named, encoder=encoder, whole_inputs=whole_inputs, pairs=pairs)
+
+
+def _of_encoder(entries: Mapping[str, Any], dims: Mapping[str, int], encoder: Mapping[str, int]) -> dict[str, int]:
+    """Return the dims of entries of other names that are as long as an encoder's sequence, boxes of its tokens say: a decoder's say so.
+
+    For a step that sees whole sequences, which is exact whichever it is.
+    """
+    rows, length = extent(entries, encoder, entries)
+    others = {n: t for n, t in entries.items() if n not in dims and n not in STANDARD_NAMES and isinstance(t, Tensor)}
+    return {
+        name: 1
+        for name, each in others.items()
+        if not name.startswith(DECODER) and tuple(each.shape[:2]) == (rows, length) and length not in each.shape[2:]
+    }
 
 
 def _by_names(entries: Mapping[str, Any], options: ShardOptions) -> dict[Named, dict[str, int]]:

@@ -198,6 +198,8 @@ def diagonal(call: Call) -> Any:
         """Write the diagonal: here a number of each row."""
         into = x.local.movedim((own.dim, beside), (-2, -1))
         into[..., torch.arange(len(at), device=x.device), at] = local
+        if own.copied is not None:  # of some rows, say
+            own.copied.write()
 
     return SequenceTensor(local, place.as_copy(CopiedView(source=x, copy=local, take=take, put=put)))
 

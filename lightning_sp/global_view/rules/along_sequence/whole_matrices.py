@@ -58,6 +58,6 @@ def _is_matrix(each: SequenceTensor, x: SequenceTensor) -> bool:
 
 _NAMES = """
     inv inverse solve cholesky qr svd svdvals pinv lstsq matrix_exp matrix_power eigh eigvalsh eig eigvals det slogdet logdet matrix_rank
-    matrix_norm cond solve_triangular cholesky_solve
+    matrix_norm cond solve_triangular cholesky_solve solve_ex inv_ex cholesky_ex cholesky_inverse lu_factor lu
 """
 RULES: dict[str, Rule] = named(_NAMES, of_whole_matrices)

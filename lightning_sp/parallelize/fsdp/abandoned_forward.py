@@ -30,6 +30,8 @@ def abandon_forward(root: nn.Module) -> None:
         if hasattr(state, "_modules_to_run_forward"):
             state._modules_to_run_forward.clear()
     for group in parameter_groups(units):
+        if not hasattr(group.comm_ctx, "post_forward_order"):
+            continue  # what a first forward makes: a user's own unit, which is refused later, has not run
         if group._all_gather_result is not None:  # ahead of a unit that has not run
             group.wait_for_unshard()
         group._post_forward_indices.clear()

@@ -386,4 +386,4 @@ def precision_32(run: Run) -> dict[str, Any]:
 
 @behaviour
 def precision_16_mixed(run: Run) -> dict[str, Any]:
-    return {"steps": fitted(run, precision="16-mixed", max_steps=2)["steps"]}
+    return {"steps": fitted(run, precision="16-mixed", max_steps=2)["steps"]}  # bf16-mixed on a CPU, as Lightning says

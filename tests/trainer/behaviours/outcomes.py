@@ -14,7 +14,6 @@ REFUSED = {
     "deepcopy_of_the_module": "before it is sharded",
     "parameters_that_are_dtensors_already": "distribute_tensor while the model is built",
     "fully_shard_by_the_user": "remove fully_shard from configure_model",
-    "precision_16_mixed": "float16 needs a loss scale",
     "error in training_step": "the user's training_step failed",
 }
 

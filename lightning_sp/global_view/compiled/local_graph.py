@@ -209,7 +209,7 @@ class _Variant:
                 torch._dynamo.maybe_mark_dynamic(each.local, each.placement.dim)
                 flat.append(each.local)
             else:
-                flat.append(_as_size(each) if type(each) is int else each)
+                flat.append(_as_size(each) if _is_size(each) else each)
         try:
             outputs = self._run(*flat)
         finally:
@@ -223,7 +223,7 @@ class _Variant:
         storages = self._sources
         positions, rest = flat[: len(storages)], flat[len(storages) :]
         masks, rest = rest[: len(self._real_masks)], rest[len(self._real_masks) :]
-        rest = [each.shape[0] if type(real) is int else each for each, real in zip(rest, self._args, strict=True)]
+        rest = [each.shape[0] if _is_size(real) else each for each, real in zip(rest, self._args, strict=True)]
         self._reductions = 0
 
         def note() -> None:
@@ -326,6 +326,10 @@ def _storages(args: Sequence[Any]) -> list[Storage]:
         if isinstance(each, SequenceTensor) and not any(each.placement.storage is other for other in found):
             found.append(each.placement.storage)
     return found
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _as_size(number: int) -> Tensor:

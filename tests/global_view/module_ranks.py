@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -47,10 +48,10 @@ def made(name: str) -> nn.Module:
     return MODULES[name]().double()
 
 
-def called(run: Callable[..., Any], batch: Any) -> tuple[list[Tensor], list[Any]]:
-    """Return the tensors of an output, and what else it has."""
+def called(run: Callable[..., Any], batch: Any, *, casts: bool = True) -> tuple[list[Tensor], list[Any]]:
+    """Return the tensors of an output, and what else it has; in float64 alone what casts."""
     torch.manual_seed(11)
-    with InFloat64():
+    with InFloat64() if casts else nullcontext():
         result = run(*batch)
     leaves = tree_leaves(result)
     return [each for each in leaves if isinstance(each, Tensor)], [
@@ -84,7 +85,7 @@ def _errors(name: str, length: int, mesh: Any, compiled: bool) -> Any:
         with ExitStack() as stack:
             for each in (watched_functions(), scripted_functions_in_python(), collectives_refused()):
                 stack.enter_context(each)
-            found, beside = called(run, batch)
+            found, beside = called(run, batch, casts=not compiled or _casts(name))
     except SequenceParallelError as error:
         return str(error)
     found = [whole_of(each * 1 if not each.is_complex() and each.is_floating_point() else each) for each in found]
@@ -101,6 +102,12 @@ def _errors(name: str, length: int, mesh: Any, compiled: bool) -> Any:
         "gradient": _distance([leaf.grad, *gradients], [mine, *(p.grad for p in one.parameters())]),
         "buffers": _distance(list(module.buffers()), list(one.buffers())),
     }
+
+
+def _casts(name: str) -> bool:
+    """Return whether a module casts. No mode stands around the others: Dynamo takes its frames for the model's, and `x.shape[1]` for `x[1]`."""
+    source = inspect.getsource(MODULES[name])
+    return any(word in source for word in ("float", "half", "dtype", ".type(", ".to("))
 
 
 def _distance(found: list[Any], wanted: list[Any]) -> float:

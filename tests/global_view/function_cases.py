@@ -11,20 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from tests.flows.models.own.parallel_scan import scan_in_place
 from tests.global_view.whole import Case, E, Whole
-
-
-def scan_in_place(a: Tensor, x: Tensor) -> None:
-    """h[t] = a[t] h[t - 1] + x[t], of a number of tokens that is a power of two, within views: as parallel scans of Mamba have it."""
-    rows, tokens, _ = x.shape
-    if tokens == 1:
-        return
-    a_of_two, x_of_two = (each.view(rows, tokens // 2, 2, E) for each in (a, x))
-    x_of_two[:, :, 1].add_(a_of_two[:, :, 1].mul(x_of_two[:, :, 0]))
-    a_of_two[:, :, 1].mul_(a_of_two[:, :, 0])
-    scan_in_place(a_of_two[:, :, 1], x_of_two[:, :, 1])
-    x_of_two[:, 1:, 0].add_(a_of_two[:, 1:, 0].mul(x_of_two[:, :-1, 1]))
-    a_of_two[:, 1:, 0].mul_(a_of_two[:, :-1, 1])
 
 
 class Scan(torch.autograd.Function):

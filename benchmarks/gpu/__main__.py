@@ -2,6 +2,8 @@
 
     python -m benchmarks.gpu                        all parts, about 25 minutes; results in gpu_results/<part>.json
     python -m benchmarks.gpu right tests profile    these; the first two in at most 6 minutes
+    python -m benchmarks.gpu steps --flash FA4      by the FlashAttention 4 behind torch's operator (pip install flash-attn-4)
+    python -m benchmarks.gpu steps --cases full     the cases that have one of these words in their name
     python -m benchmarks.gpu --device cpu --tiny    anywhere, to see that the kit itself works
 
 A part is a process of its own with a limit of time. What a case gives is written when it is there; a case that has an answer for this commit is
@@ -81,6 +83,8 @@ def run_part(part: Part, setting: Setting, file: Path, retry: bool) -> None:
         file.write_text(json.dumps({**header, "rows": found}, indent=1))
 
     for name, ask in part.cases(setting):
+        if not setting.asks_for(name):
+            continue
         if name in found and not (retry and "error" in found[name]):
             continue
         found[name] = {"error": _CUT_OFF}
@@ -113,12 +117,18 @@ def _commit() -> str:
 
 def _supervise(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run a part in processes of its own until all cases were asked or its time is up, and print its table."""
-    file, end = options.out / f"{name}.json", time.monotonic() + PARTS[name].limit_s
+    limit_s = options.limit or PARTS[name].limit_s
+    file, end = options.out / f"{name}.json", time.monotonic() + limit_s
     if file.exists():
         known = json.loads(file.read_text())
         if (known["commit"], known["tiny"]) != (_commit(), options.tiny):
             file.unlink()
-    flags = [*["--tiny"] * options.tiny, *["--retry"] * options.retry]
+    flags = [
+        *["--tiny"] * options.tiny,
+        *["--retry"] * options.retry,
+        *["--cases", *options.cases] * bool(options.cases),
+    ]
+    flags += ["--flash", options.flash] * bool(options.flash)
     command = [
         sys.executable,
         "-m",
@@ -137,7 +147,7 @@ def _supervise(name: str, options: argparse.Namespace) -> dict[str, Any]:
             if subprocess.run([*command, *flags], timeout=max(1.0, left), check=False).returncode == 0:
                 break
         except subprocess.TimeoutExpired:
-            print(f"cut off after {PARTS[name].limit_s} s; the next call goes on\n")
+            print(f"cut off after {limit_s} s; the next call goes on\n")
             break
     result: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"rows": {}}
     print(table(result["rows"]), flush=True)
@@ -152,6 +162,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="sizes of seconds")
     parser.add_argument("--out", type=Path, default=Path("gpu_results"))
     parser.add_argument("--retry", action="store_true", help="ask again what failed")
+    parser.add_argument(
+        "--cases", nargs="+", default=(), metavar="WORD", help="only cases with one of these words in their name"
+    )
+    parser.add_argument("--limit", type=int, default=0, metavar="S", help="seconds for each part, in place of its own")
+    parser.add_argument(
+        "--flash", default="", help="what torch.nn.attention.activate_flash_attention_impl takes, FA3 or FA4"
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -159,8 +176,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.here:
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        if options.flash:
+            torch.nn.attention.activate_flash_attention_impl(options.flash)
         (name,) = options.parts
-        run_part(PARTS[name], Setting(options.device, options.tiny), options.out / f"{name}.json", options.retry)
+        setting = Setting(options.device, options.tiny, tuple(options.cases))
+        run_part(PARTS[name], setting, options.out / f"{name}.json", options.retry)
         return 0
     print(f"{Setting(options.device, options.tiny).device_name}, torch {torch.__version__}, commit {_commit()}")
     results = [_supervise(name, options) for name in options.parts or PARTS]

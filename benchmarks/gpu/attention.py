@@ -83,7 +83,7 @@ class Case:
         """Return the kernel that the operator would take."""
         heads, kv_heads, dim = self.sizes
         kernel = select_kernel(
-            AttentionOptions(kernel=self.kernel), torch.device(self.device), getattr(torch, self.dtype), Scores()
+            AttentionOptions(kernel=self.kernel), torch.device(self.device), getattr(torch, self.dtype), dim, Scores()
         )
         return BlockKernel(kernel, dim**-0.5, (HeadGroup((0, heads), (0, kv_heads)),))
 

@@ -20,10 +20,16 @@ class Setting:
     Args:
         device: "cuda", or "cpu" to see that the kit itself works.
         tiny: sizes of seconds, not of minutes.
+        words: only cases whose name has one of these; none: all.
     """
 
     device: str
     tiny: bool
+    words: tuple[str, ...] = ()
+
+    def asks_for(self, case: str) -> bool:
+        """Return whether a case was asked for."""
+        return not self.words or any(word in case for word in self.words)
 
     @property
     def device_name(self) -> str:

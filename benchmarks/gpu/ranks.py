@@ -40,6 +40,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {**_RING, "compile": True},
     {**_RING, "global_view": True},
     {**_RING, "shard_size": 1},
+    {**_RING, "cpu_offload": True},
+    {"tensor_parallel_size": 2},
 )
 # Flows at a time: to start a world, and to wait for a message, leaves the device and most cores idle.
 _WORKERS, _LIMIT_S = 8, 90.0
@@ -121,20 +123,23 @@ def _in_workers(asked: dict[str, Ask], setting: Setting) -> dict[str, Future[Row
 def _asked(setting: Setting) -> dict[str, Ask]:
     by_name = {flow.name: flow for flow in flows()}
     if setting.tiny:
-        return {str(OPTIONS[0]): partial(option_row, OPTIONS[0])}
+        return {f"option {OPTIONS[0]}": partial(option_row, OPTIONS[0])}
     asked: dict[str, Ask] = {}
     for name in FIRST[:8]:
         asked[name] = partial(flow_row, by_name[name])
         asked[f"bf16-mixed: {name}"] = partial(alarm_row, by_name[name], "bf16-mixed")
-    asked |= {str(each): partial(option_row, each) for each in OPTIONS}
+    asked |= {f"option {each}": partial(option_row, each) for each in OPTIONS}
+    asked |= {f"gather_dtype, {each}": partial(gathers_row, each) for each in (_RING, _ULYSSES)}
     asked |= {f"golden, dp {d} ring {r} ulysses {u}": partial(golden_row, (d, r, u)) for d, r, u in GOLDEN}
     asked |= {f"32-true: {name}": partial(alarm_row, by_name[name], "32-true") for name in FIRST[:3]}
-    asked |= {f"gather_dtype, {each}": partial(gathers_row, each) for each in (_RING, _ULYSSES)}
     return asked | {name: partial(flow_row, by_name[name]) for name in [*FIRST[8:], *sorted({*by_name} - {*FIRST})]}
 
 
 def _ranks(setting: Setting) -> Iterator[Case]:
-    asked, begun = _asked(setting), dict[str, Future[Row]]()
+    asked, begun = (
+        {name: ask for name, ask in _asked(setting).items() if setting.asks_for(name)},
+        dict[str, Future[Row]](),
+    )
 
     def wait_for(name: str) -> Row:
         if not begun:

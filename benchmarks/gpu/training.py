@@ -29,7 +29,12 @@ _LLAMA_8B = dict(dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14336, vocab
 _TINY = dict(dim=64, num_heads=4, num_kv_heads=2, hidden_dim=96, vocab_size=97)
 # Blocks: what fits beside AdamW's state in 80 GB with room for tokens.
 _LAYERS = 4
-_STEPS, _WARM = 5, 2
+# Steps, and how many of them come before the clock: of a length, and from another on, whose steps take their time.
+_STEPS, _WARM = {0: 5, 131_072: 3}, {0: 2, 131_072: 1}
+
+
+def _of_length(counts: dict[int, int], length: int) -> int:
+    return counts[max(least for least in counts if least <= length)]
 
 
 class _Tokens(Dataset[dict[str, Tensor]]):
@@ -39,7 +44,7 @@ class _Tokens(Dataset[dict[str, Tensor]]):
         self.length, self.vocabulary = length, vocabulary
 
     def __len__(self) -> int:
-        return _STEPS
+        return _of_length(_STEPS, self.length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = torch.randint(0, self.vocabulary, (self.length + 1,), generator=torch.Generator().manual_seed(index))
@@ -68,8 +73,8 @@ class _Decoder(pl.LightningModule):
 class _Meter(pl.Callback):
     """Times steps, the device waited for at each end; in the last one a profile, of which no wait is ours."""
 
-    def __init__(self, setting: Setting, profiled: bool) -> None:
-        self.setting, self.profiled = setting, profiled
+    def __init__(self, setting: Setting, steps: int, profiled: bool) -> None:
+        self.setting, self.last, self.profiled = setting, steps - 1, profiled
         self.seconds: list[float] = []
         self.predicted = self.peak = 0
         self.policy = ""
@@ -78,13 +83,13 @@ class _Meter(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, index: int) -> None:
         checkpoints = block_checkpoints(module)
         self.policy, step = checkpoints.policy, checkpoints.activations.step
-        if index == _STEPS - 1 and step is not None:
+        if index == self.last and step is not None:
             held = model_bytes(module, checkpoints.blocks, trainer.optimizers, trainer.strategy.root_device)
             self.predicted = peak_bytes(self.policy, step, held, batch["input_ids"].numel())
         self.setting.wait()
         if self.setting.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        if self.profiled and index == _STEPS - 1:
+        if self.profiled and index == self.last:
             activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (self.setting.device == "cuda")]
             self.profile = profile(activities=activities)
             self.profile.__enter__()
@@ -95,7 +100,7 @@ class _Meter(pl.Callback):
     ) -> None:
         self.setting.wait()
         self.seconds.append(time.perf_counter() - self.begin)
-        if self.profiled and index == _STEPS - 1:
+        if self.profiled and index == self.last:
             self.profile.__exit__(None, None, None)
             self.events = list(self.profile.events() or [])
         if self.setting.device == "cuda":
@@ -106,10 +111,11 @@ def trained(length: int, setting: Setting, profiled: bool = False, **strategy: A
     """Train some steps of a sequence each."""
     layers = 2 if setting.tiny else _LAYERS
     config = LlamaConfig(num_layers=layers, **(_TINY if setting.tiny else _LLAMA_8B))  # type: ignore[arg-type]
-    module, meter = _Decoder(config), _Meter(setting, profiled)
+    steps = _of_length(_STEPS, length)
+    module, meter = _Decoder(config), _Meter(setting, steps, profiled)
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(**strategy), accelerator="gpu" if setting.device == "cuda" else "cpu", devices=1,
-        precision="bf16-mixed" if setting.device == "cuda" else "32-true", max_steps=_STEPS, callbacks=[meter], logger=False,
+        precision="bf16-mixed" if setting.device == "cuda" else "32-true", max_steps=steps, callbacks=[meter], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(module, DataLoader(_Tokens(length, config.vocab_size), batch_size=1))
@@ -119,7 +125,7 @@ def trained(length: int, setting: Setting, profiled: bool = False, **strategy: A
 def stepped(length: int, setting: Setting, **strategy: Any) -> Row:
     """Measure a step: its time, its share of the device's peak, its memory."""
     meter, module = trained(length, setting, **strategy)
-    seconds = statistics.median(meter.seconds[_WARM:])
+    seconds = statistics.median(meter.seconds[_of_length(_WARM, length) :])
     config = module.config
     shape = AttentionShape(config.num_layers, config.num_heads, config.dim // config.num_heads)
     flops = model_flops(
@@ -137,10 +143,13 @@ def stepped(length: int, setting: Setting, **strategy: Any) -> Row:
     }
 
 
-def waits(length: int, setting: Setting) -> Row:
-    """Profile a step: how much of it the device worked, and what the host waited in while it did not."""
-    meter, _ = trained(length, setting, profiled=True)
-    kernels, host = spans(meter.events, of_device=True), spans(meter.events, of_device=False)
+def waits(length: int, setting: Setting, **strategy: Any) -> Row:
+    """Profile a step: how much of it the device worked, what the host waited in while it did not, and what of the copies to and from the
+    host hid behind kernels."""
+    meter, _ = trained(length, setting, profiled=True, **strategy)
+    device, host = spans(meter.events, of_device=True), spans(meter.events, of_device=False)
+    copies = [span for span in device if "HtoD" in span.name or "DtoH" in span.name]
+    kernels = [span for span in device if span not in set(copies)]
     if not kernels:  # a CPU: its own operators are the work
         kernels = [span for span in host if span.name.startswith("aten::")]
     least = 20.0
@@ -153,34 +162,40 @@ def waits(length: int, setting: Setting) -> Row:
         f"gaps over {least:.0f} us": len(idle),
         "of them ms": f"{sum(gap.end - gap.begin for gap in idle) / 1000:.2f}",
         "gaps in which the host waits": len(named),
+        "copies ms": f"{busy_us(copies) / 1000:.1f}",
+        "of them behind kernels": f"{(busy_us(kernels) + busy_us(copies) - busy_us([*kernels, *copies])) / 1000:.1f}",
         "in": "; ".join(f"{gap.wait} {(gap.end - gap.begin) / 1000:.2f} ms" for gap in named[:5]),
         "most time in": "; ".join(f"{name} {us / 1000:.1f} ms" for name, us in longest(kernels, 12)),
     }
 
 
 def _lengths(setting: Setting) -> tuple[int, ...]:
-    return (64,) if setting.tiny else (32_768, 131_072, 65_536, 262_144)
+    return (64,) if setting.tiny else (32_768, 65_536, 131_072, 262_144)
 
 
 def _steps(setting: Setting) -> Iterator[Case]:
     first, *others = _lengths(setting)
-    yield f"{first:,} tokens, auto", partial(stepped, first, setting)
-    if setting.device == "cuda":
-        yield f"{first:,} tokens, compile", partial(stepped, first, setting, compile=True)
-    for length in others[:1]:
+    cuda = setting.device == "cuda"  # a CPU's host memory is its own
+    ways: dict[str, dict[str, Any]] = {"auto": {}, **({"compile": dict(compile=True)} if cuda else {})}
+    ways |= {policy: dict(activation_checkpointing=policy) for policy in ("full", "selective")}
+    for name, options in ways.items():
+        yield f"{first:,} tokens, {name}", partial(stepped, first, setting, **options)
+    host = dict(activation_checkpointing="full", activation_offload="host", mlp_tile_tokens="auto")
+    for length in others:
         yield f"{length:,} tokens, auto", partial(stepped, length, setting)
-    for policy in ("full", "selective"):
-        yield f"{first:,} tokens, {policy}", partial(stepped, first, setting, activation_checkpointing=policy)
-    for length in others[1:]:
-        yield f"{length:,} tokens, auto", partial(stepped, length, setting)
-    if setting.device == "cuda":
-        options = dict(activation_checkpointing="full", activation_offload="host")
-        yield f"{others[-1]:,} tokens, inputs on the host", partial(stepped, others[-1], setting, **options)
+        if cuda:
+            yield f"{length:,} tokens, inputs on the host, MLPs in tiles", partial(stepped, length, setting, **host)
 
 
 def _profile(setting: Setting) -> Iterator[Case]:
-    first = _lengths(setting)[0]
+    first, *others = _lengths(setting)
     yield f"{first:,} tokens", partial(waits, first, setting)
+    for horizon in (4, 1) if setting.device == "cuda" else ():
+        options = dict(activation_checkpointing="full", activation_offload="host", activation_loading_horizon=horizon)
+        yield (
+            f"{others[0]:,} tokens, inputs on the host, horizon {horizon}",
+            partial(waits, others[0], setting, **options),
+        )
 
 
 STEPS = Part(

@@ -98,7 +98,7 @@ def attention_op(
         whole, groups = _plan(spec, ulysses, q, sizes), (group, ulysses.group)
         visible = search(spec.scores, whole, comm.rank_in(group), ulysses.queries, q, groups)
     ring = _ring(_plan(spec, ulysses, q, sizes, visible), spec, ulysses)
-    local_kernel = select_kernel(spec.options, q.device, q.dtype, spec.scores)
+    local_kernel = select_kernel(spec.options, q.device, q.dtype, q.shape[-1], spec.scores)
     exchanged = empty_exchanged(q, k, ulysses)
     saved_kv = empty_saved_kv(
         k, ring.size if spec.options.ring_saves_kv else 1, heads=length(ulysses.keys), tokens=sizes[1]
@@ -163,7 +163,7 @@ def attention_backward_op(
     first_q, first_k, _ = qkv[0]
     ring = _ring(_plan(spec, ulysses, first_q, (first_q.shape[2], first_k.shape[2]), visible), spec, ulysses)
     gradients = ScoreGradients.like(spec.scores, learns)
-    local_kernel = select_kernel(spec.options, grad.device, first_q.dtype, spec.scores, gradients)
+    local_kernel = select_kernel(spec.options, grad.device, first_q.dtype, first_q.shape[-1], spec.scores, gradients)
     dsinks = None if spec.sinks is None else torch.zeros_like(spec.sinks)
     arriving = zip(ulysses.split.each_stage(), qkv, exchange_out_grad(grad, out, ulysses), strict=True)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
+from lightning_sp.attention.kernels import self_check
 from lightning_sp.attention.kernels.merge import BlockKernel, HeadGroup, backward_step, forward_step
 from lightning_sp.attention.kernels.torch_flash import TorchCpuKernel, TorchCudaKernel
 from lightning_sp.attention.kernels.varlen import PackedKernel, Segments
@@ -43,6 +45,33 @@ class PackedCpuKernel(TorchCpuKernel):
             saved = (*of(queries, grad, q), *of(keys, k, v), *of(queries, out), lse[None, :, queries].contiguous())
             parts.append(self.backward(*saved, causal=causal, scale=scale))
         return tuple(torch.cat([part[i][0].transpose(0, 1) for part in parts]) for i in range(3))
+
+
+class OfOneSequence(PackedCpuKernel):
+    """All tokens of a call are one sequence's."""
+
+    def forward_packed(self, q, k, v, segments, **options):
+        ends = [0, -1]
+        one = replace(segments, queries=segments.queries[ends], keys=segments.keys[ends])
+        return super().forward_packed(q, k, v, one, **options)
+
+
+class WithAnotherLse(PackedCpuKernel):
+    """The lse of many lengths lies token by token."""
+
+    def forward_packed(self, *args, **options):
+        out, lse = super().forward_packed(*args, **options)
+        return out, lse.T.reshape(lse.shape)
+
+
+@pytest.mark.parametrize("kind", [OfOneSequence, WithAnotherLse])
+def test_the_self_check_asks_for_many_lengths_too(kind):
+    self_check.answer.cache_clear()
+    assert self_check.is_right(PackedCpuKernel, torch.device("cpu"), torch.float64)
+    with pytest.warns(
+        UserWarning, match="is not used on cpu in torch.float64: on a small block its numbers are off by"
+    ):
+        assert not self_check.is_right(kind, torch.device("cpu"), torch.float64)
 
 
 def ranges(segments):

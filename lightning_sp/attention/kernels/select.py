@@ -47,6 +47,7 @@ def select_kernel(
     options: AttentionOptions,
     device: torch.device,
     dtype: torch.dtype,
+    head_dim: int,
     scores: Scores,
     gradients: ScoreGradients | None = None,
 ) -> Kernel:
@@ -58,6 +59,7 @@ def select_kernel(
         options: of the attention; `kernel` names one.
         device: of the tensors.
         dtype: of the tensors.
+        head_dim: of the queries.
         scores: what changes the scores.
         gradients: where a backward adds the gradients of what of it is learned.
 
@@ -74,10 +76,10 @@ def select_kernel(
     asked, serving = kernel_for(options.kernel, device.type, dtype, scores.names())
     # One kind of GPU and one version of torch have run ours; what was asked for by name is taken.
     unproven = serving in (TorchCudaKernel, TorchEfficientKernel)
-    if unproven and options.kernel == "auto" and not is_right(serving, device, dtype):  # type: ignore[arg-type]
+    if unproven and options.kernel == "auto" and not is_right(serving, device, dtype, (), head_dim):
         return TiledKernel(scores, gradients)
     if serving is TorchFlexKernel and not (gradients is not None and gradients.are_wanted):
-        fits = is_right(serving, device, dtype, tuple(scores.names()))  # type: ignore[arg-type]
+        fits = is_right(serving, device, dtype, tuple(scores.names()), head_dim)
         return serving(scores) if fits else TiledKernel(scores, gradients)
     if serving not in (TiledKernel, TorchFlexKernel):
         fused: Kernel = serving(scores.softcap) if serving is FlashAttnKernel else serving()

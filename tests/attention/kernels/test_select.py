@@ -34,9 +34,11 @@ def test_kernels_refuse_what_they_do_not_take(arguments, message):
 def test_what_a_fused_kernel_does_not_compute_goes_to_the_next_best_with_one_warning():
     _say_once.cache_clear()
     with pytest.warns(UserWarning, match="torch flash \\(cpu\\) computes no softcap: torch tiled matmul does it"):
-        kernel = select_kernel(AttentionOptions(), torch.device("cpu"), torch.float32, Scores(softcap=30.0))
+        kernel = select_kernel(AttentionOptions(), torch.device("cpu"), torch.float32, 16, Scores(softcap=30.0))
     assert (type(kernel), kernel.scores.softcap) == (TiledKernel, 30.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        select_kernel(AttentionOptions(), torch.device("cpu"), torch.float32, Scores(softcap=30.0))
-    assert isinstance(select_kernel(AttentionOptions(), torch.device("cpu"), torch.float32, Scores()), TorchCpuKernel)
+        select_kernel(AttentionOptions(), torch.device("cpu"), torch.float32, 16, Scores(softcap=30.0))
+    assert isinstance(
+        select_kernel(AttentionOptions(), torch.device("cpu"), torch.float32, 16, Scores()), TorchCpuKernel
+    )

@@ -137,15 +137,15 @@ def test_it_is_taken_where_its_numbers_are_right_and_nothing_is_learned(monkeypa
     monkeypatch.setattr(select, "kernel_for", lambda *_: (SimpleNamespace(name="fused"), TorchFlexKernel))
     scores = Scores(softcap=2.0, bias=torch.zeros(1, 1, 8, 8))
     for right in (True, False):
-        monkeypatch.setattr(select, "is_right", lambda kind, device, dtype, changes, right=right: right)
+        monkeypatch.setattr(select, "is_right", lambda kind, device, dtype, changes, dim, right=right: right)
         expected = TorchFlexKernel if right else TiledKernel
-        assert type(select_kernel(AttentionOptions(), CPU, torch.float32, scores)) is expected
+        assert type(select_kernel(AttentionOptions(), CPU, torch.float32, 16, scores)) is expected
     monkeypatch.setattr(select, "is_right", lambda *_: True)
     learned = ScoreGradients.like(scores, True)
     with pytest.warns(UserWarning, match="fused computes no softcap, bias, with gradients of what is learned of it,"):
-        kernel = select_kernel(AttentionOptions(), CPU, torch.float32, scores, learned)
+        kernel = select_kernel(AttentionOptions(), CPU, torch.float32, 16, scores, learned)
     assert (type(kernel), kernel.gradients) == (TiledKernel, learned)
-    assert type(select_kernel(AttentionOptions(), CPU, torch.float32, scores, ScoreGradients())) is TorchFlexKernel
+    assert type(select_kernel(AttentionOptions(), CPU, torch.float32, 16, scores, ScoreGradients())) is TorchFlexKernel
 
 
 class ForgetsItsMask(TorchFlexKernel):
@@ -158,8 +158,8 @@ class ForgetsItsMask(TorchFlexKernel):
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [("softcap", "bias", "score_mod"), ("softcap", "dense mask"), ("mask_mod",)])
 def test_the_self_check_knows_each_change(dense, changes):
-    self_check.is_right.cache_clear()
+    self_check.answer.cache_clear()
     assert self_check.is_right(TorchFlexKernel, CPU, torch.float32, changes)
     with pytest.warns(UserWarning, match="its numbers are off by"):
         assert not self_check.is_right(ForgetsItsMask, CPU, torch.float32, changes)
-    self_check.is_right.cache_clear()
+    self_check.answer.cache_clear()

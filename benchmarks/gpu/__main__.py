@@ -13,6 +13,7 @@ not asked again, one that failed is with `--retry`. Needs torch 2.11 or newer, l
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import logging
@@ -98,6 +99,8 @@ def run_part(part: Part, setting: Setting, file: Path, retry: bool) -> None:
             }
         found[name] = {**row, "seconds": round(time.perf_counter() - begin, 1)}
         write()
+        # A Trainer and its model hold each other: they and their memory go when Python collects, which would be in a later case.
+        gc.collect()
         if "CUDA error" in str(row.get("error")):
             sys.exit(1)  # nothing works in this process any more
 

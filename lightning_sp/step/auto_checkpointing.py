@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -44,6 +45,7 @@ class AutoCheckpointing:
             SequenceParallelError: the user's budget is smaller than every predicted peak.
         """
         module, device, given = runner.module, runner.device, self._budget_gib
+        trainer: Any = module.trainer
         checkpoints = block_checkpoints(module)
         measured = checkpoints.activations.step
         waits, self._waits = self._waits and measured is not None, False
@@ -53,7 +55,7 @@ class AutoCheckpointing:
             self.most_tokens = sys.maxsize
             return
         model = model_bytes(module, checkpoints.blocks, optimizers, device, steps_in_backward=self._in_backward)
-        step = measured or step_of_shapes(module, checkpoints.blocks)
+        step = measured or step_of_shapes(module, checkpoints.blocks, trainer.precision)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
         own = [each for policy in CANDIDATES for each in moments(policy, step, model)]
         numbers = [-budget, batch.local_tokens, *(number for each in own for number in (each.fixed, each.per_token))]

@@ -82,7 +82,7 @@ def explain_out_of_memory(
         freed_in_backward=0 if _needs_all_gradients(module) else max(0, whole.gradients - largest_unit_bytes(module)),
     )
     policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
-    left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks)
+    left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks, trainer.precision)
     activations = step_bytes(policy, left, tokens)
     most_shards = int(mesh.base.size()) // mesh.tensor_parallel_size
     known = remedies(

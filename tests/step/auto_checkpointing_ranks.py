@@ -17,12 +17,18 @@ from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
+from lightning_sp.parallelize.memory.model_bytes import step_of_shapes
 from lightning_sp.step import auto_checkpointing
 from tests.instruments.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
 # 16.6 KiB for each token and layer: 272 MiB at 2,048 tokens of a rank.
 WIDE = partial(Llama, LlamaConfig(vocab_size=VOCAB, dim=64, num_layers=8, num_heads=4, num_kv_heads=4, hidden_dim=1024))
+
+# As wide for its heads as those that people train.
+USUAL = partial(
+    Llama, LlamaConfig(vocab_size=VOCAB, dim=256, num_layers=2, num_heads=8, num_kv_heads=2, hidden_dim=896)
+)
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):
@@ -89,13 +95,16 @@ def budgeted(
             trainer.fit(module, DataLoader(Rows(lengths), batch_size=1))
         except SequenceParallelError as error:
             answer["error"] = str(error)
-    step = block_checkpoints(module).activations.step
+    checkpoints = block_checkpoints(module)
+    step, shapes = checkpoints.activations.step, step_of_shapes(module, checkpoints.blocks, precision)
     answer |= {
         "losses": module.losses,
         "grads": module.raw_grads,
         "of_blocks": module.of_blocks,
         "told": [line for line in lines if "from this step on" in line or "are predicted" in line],
         "casts": step and [cast_bytes(policy, step) for policy in CANDIDATES],
+        "estimated": step
+        and [b.kept * step.tokens / a.kept for a, b in zip(step.blocks, shapes.blocks, strict=True) if a and b],
         "measured": step and (step.tokens, [bytes_per_token(policy, step) for policy in CANDIDATES]),
     }
     return answer

@@ -50,6 +50,14 @@ def test_a_longer_batch_recomputes_and_a_line_says_so(answers):
             assert "activation_checkpointing=selective from this step on: 2,048 tokens of a rank" in auto["told"][0]
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
+def test_what_is_estimated_of_a_block_is_a_little_more_than_is_measured(pools, precision):
+    # Where nothing is measured: on one device, without a preflight, in compiled code.
+    fitted = dict(world=2, lengths=[256], strategy=dict(**LAYOUT, preflight=False), precision=precision)
+    for rank in pools(2).run(partial(ranks.budgeted, build=ranks.USUAL, **fitted)):
+        assert all(1.0 <= ratio <= 1.5 for ratio in rank["estimated"]), rank["estimated"]
+
+
 def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
     for rank in answers:
         (crop, of_crop), (step, of_step) = rank[0]["measured"], rank[1]["measured"]

@@ -74,7 +74,7 @@ def select_kernel(
                 "newer; use precision='32-true' there"
             )
     asked, serving = kernel_for(options.kernel, device.type, dtype, scores.names())
-    # One kind of GPU and one version of torch have run ours; what was asked for by name is taken.
+    # Two kinds of GPU and one version of torch have run ours; what was asked for by name is taken.
     unproven = serving in (TorchCudaKernel, TorchEfficientKernel)
     if unproven and options.kernel == "auto" and not is_right(serving, device, dtype, (), head_dim):
         return TiledKernel(scores, gradients)

@@ -56,24 +56,27 @@ def answer(
     dtype: torch.dtype,
     changes: tuple[str, ...],
     head_dim: int,
-    _code: str | None,
+    code: str | None,
 ) -> bool:
-    """Return `is_right`, which has what the answer is kept by."""
+    """Return `is_right`, which has what the answer is kept by; `code` is what stands behind torch's flash operator, None for its own."""
     try:
         worst = max(_error(kind, device, dtype, changes, head_dim, causal=causal) for causal in (True, False))
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError) as error:  # schemas, kernels, FA4
-        _warn(kind, device, dtype, f"it fails: {str(error).partition(chr(10))[0]}")
+        _warn(kind, device, dtype, code, f"it fails: {str(error).partition(chr(10))[0]}")
         return False
     if not worst <= _TOLERANCE[dtype]:
-        _warn(kind, device, dtype, f"its numbers are off by {worst:.1e} (allowed: {_TOLERANCE[dtype]:.0e})")
+        _warn(kind, device, dtype, code, f"its numbers are off by {worst:.1e} (allowed: {_TOLERANCE[dtype]:.0e})")
         return False
     return True
 
 
-def _warn(kind: type[Any], device: torch.device, dtype: torch.dtype, why: str) -> None:
+def _warn(kind: type[Any], device: torch.device, dtype: torch.dtype, code: str | None, why: str) -> None:
     # On every rank that it is true of: one device may be another.
+    by, back = "", ""
+    if code is not None:
+        by, back = f" by {code}", "; torch.nn.attention.restore_flash_attention_impl() takes torch's own again"
     warnings.warn(
-        f"{kind.name} is not used on {device} in {dtype}: on a small block {why}; {TiledKernel.name} does it, several times slower",
+        f"{kind.name}{by} is not used on {device} in {dtype}: on a small block {why}; {TiledKernel.name} does it, several times slower{back}",
         stacklevel=2,
     )
 

@@ -45,7 +45,7 @@ class TorchCudaKernel(FlashKernel):
 
     Its head dim is a multiple of 8, up to 256: others are padded with zeros here, which changes no score and no gradient.
     `torch.nn.attention.activate_flash_attention_impl("FA3" | "FA4")` swaps the code behind the same operator. torch 2.11 to 2.13 expect two
-    values of flash-attn-4, which returns four from 4.0.0b20 on: "FA4" needs an older one there.
+    values of flash-attn-4, which returns four from 4.0.0b19 on: "FA4" needs an older one there.
     """
 
     name = "torch flash (cuda)"

@@ -6,8 +6,8 @@
                 gives p (dO v^T - sum(dO out)): the gradient by the whole softmax.
 
 The block's forward runs once more in the backward, for its own out and lse. Dropout, and the gradients of what is learned (a bias, a
-function's tensors), are the tiled kernel's. Source: FlexAttention, arXiv:2412.05496. Not run on a GPU: `select` takes it where `self_check`
-finds its numbers right.
+function's tensors), are the tiled kernel's. Source: FlexAttention, arXiv:2412.05496. Run on one kind of GPU: `select` takes it where
+`self_check` finds its numbers right.
 """
 
 from __future__ import annotations

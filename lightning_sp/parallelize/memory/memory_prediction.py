@@ -170,7 +170,7 @@ def cheapest_policy(peaks: Sequence[int], budget: int) -> str | None:
     return next((policy for policy, peak in zip(CANDIDATES, peaks, strict=True) if peak <= budget), None)
 
 
-def estimated_step(block_widths: Sequence[int], vocabulary: int, element_bytes: int) -> StepBytes:
+def estimated_step(block_widths: Sequence[int], vocabulary: int, element_bytes: float) -> StepBytes:
     """Return what one token leaves where nothing was measured.
 
     In a Llama's block it is 1.1 of what its matrices take in and give out, under a selective checkpoint a fifth of that, and its input a quarter
@@ -179,8 +179,8 @@ def estimated_step(block_widths: Sequence[int], vocabulary: int, element_bytes: 
     Args:
         block_widths: of each block, what its weight matrices take in and give out, in elements.
         vocabulary: of the logits; 0 for none.
-        element_bytes: of one element.
+        element_bytes: of one element, on the mean.
     """
     whole = [int(_ESTIMATE * width * element_bytes) for width in block_widths]
     blocks = tuple(BlockBytes(kept=each, attention=each * 3 // 20, inputs=each // 20) for each in whole)
-    return StepBytes(tokens=1, blocks=blocks, outside=3 * vocabulary * max(element_bytes, 4))
+    return StepBytes(tokens=1, blocks=blocks, outside=int(3 * vocabulary * max(element_bytes, 4)))

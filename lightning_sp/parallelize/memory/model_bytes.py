@@ -21,6 +21,9 @@ _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}
 # Bytes of each number of two states of torchao's: a code, and a scale for a block; of shards as large as it quantizes.
 _QUANTIZED = {"8bit": 2 * (1 + 4 / 256), "4bit": 2 * (1 / 2 + 4 / 128), "Fp8": 2 * (1 + 4 / 256)}
 _LEAST_QUANTIZED = 4096
+# Bytes of an element in half precision; and with what norms, residuals and positions keep in float32, on the mean of a block: 2.8 of a Llama
+# in bfloat16, 3.0 under autocast (tests/parallelize/memory).
+_HALF, _HALF_AND_WHOLE = 2, 3.0
 # FSDP has a block's parameters while its backward runs, those of the next one already, its gradients whole, and as they leave, those of the
 # block behind it. When its own leave, its parameters are gone, and those of the other ranks arrive. That is four; a device is done with one
 # later than the host. Outside of blocks nothing is fetched ahead.
@@ -75,11 +78,13 @@ def _gradient_bytes(parameter: Any) -> int:
     return math.prod(parameter.padded_sharded_param_size) * sharded.element_size() if sharded.requires_grad else 0
 
 
-def step_of_shapes(module: nn.Module, blocks: Sequence[nn.Module]) -> StepBytes:
-    """Return what one token leaves, by the shapes of parameters alone."""
+def step_of_shapes(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> StepBytes:
+    """Return what one token leaves, by the shapes of parameters alone, and the Trainer's precision: under "bf16-mixed" products are halved."""
     widths = [sum(sum(gathered_shape(each)[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
     tables = [each.shape[0] for each in _outside(module, blocks) if each.dim() == 2]
-    element = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
+    element: float = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
+    if element == _HALF or "mixed" in precision:
+        element = _HALF_AND_WHOLE
     return estimated_step(widths, max(tables, default=0), element)
 
 

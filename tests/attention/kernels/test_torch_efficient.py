@@ -117,6 +117,17 @@ def test_a_wrong_kernel_is_not_chosen_and_one_warning_says_so(stand_in, how, mon
     assert len(said) == 1
 
 
+def test_what_stands_behind_the_operators_is_asked_anew_and_named(stand_in, monkeypatch):
+    assert self_check.is_right(TorchEfficientKernel, CPU, torch.float32)
+    stand_in._efficient_attention_forward = WRONG["scale"]
+    assert self_check.is_right(TorchEfficientKernel, CPU, torch.float32)  # known
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    with pytest.warns(
+        UserWarning, match=r"\(cuda\) by FA4 is not used on cpu .*restore_flash_attention_impl\(\) takes"
+    ):
+        assert not self_check.is_right(TorchEfficientKernel, CPU, torch.float32)
+
+
 @pytest.mark.parametrize("how", ["not added up", "another group", "own lse"])
 def test_a_wrong_backward_is_not_chosen(stand_in, how):
     def wrong(grad: Any, q: Any, k: Any, v: Any, bias: Any, out: Any, *others: Any, scale: float) -> tuple[Any, ...]:

@@ -150,7 +150,11 @@ def whole_is_small(tensor: SequenceTensor) -> bool:
 @lru_cache(maxsize=1024)
 def writes(function: Any) -> bool:
     """Return whether a function writes into its first argument, by its name."""
-    name = function.__name__
+    return writes_by_name(function.__name__)
+
+
+def writes_by_name(name: str) -> bool:
+    """Return whether a function of a name writes into its first argument."""
     return name in _AUGMENTED or (name.endswith("_") and not name.startswith("__"))
 
 

@@ -54,13 +54,14 @@ class TakenTokens(Tensor):
             # An alias of the same memory has a history of its own, which nothing computed goes through.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **given)
-        first = [args[0]] if args and (writes(func) or name == "__setitem__" or given.get("inplace")) else []
-        written = next((each for each in [*first, given.get("out")] if isinstance(each, cls)), None)
+        first = args[0] if args and (writes(func) or name == "__setitem__" or given.get("inplace")) else None
+        written = [each for each in tree_leaves((first, given.get("out"))) if isinstance(each, cls)]
         plain_args, plain_kwargs = tree_map_only(cls, plain, (args, given))
         result = func(*plain_args, **plain_kwargs)
-        if written is not None:
-            written.of.write()
-            return written if isinstance(result, Tensor) else result
+        for each in written:
+            each.of.write()
+        if written:
+            return written[0] if isinstance(result, Tensor) else result
         return marked(result, taken[0].of) if name.strip("_") in VIEWS else result
 
 

@@ -66,6 +66,12 @@ def test_a_rule_is_exact_where_it_is_compiled(pools, ulysses, ring, length, name
                     assert (graphs, breaks, notes) == (2, 0, []), name
 
 
+def test_a_token_that_is_written_to_is_not_compiled(pools):
+    for [(errors, _, _, notes)] in pools(2).run(ranks.rules, ["tokens written in a list"], 16, 1, 2):
+        assert max(errors["result"], errors["gradient"]) < 1e-10
+        assert "a write to a token of the sequence: not compiled" in notes[0]
+
+
 def test_a_users_own_backward_runs_between_two_graphs(pools):
     for [(errors, graphs, breaks, notes)] in pools(2).run(ranks.rules, [USERS], 16, 1, 2):
         assert max(errors["result"], errors["gradient"]) < 1e-10

@@ -56,6 +56,12 @@ def written_by_methods(y: Tensor, x: Tensor, ids: Tensor, mask: Tensor, w: Whole
 
 
 @case
+def tokens_written_in_a_list(y: Tensor, x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    y[:, 4].add_(w.rows)
+    torch._foreach_mul_([y[:, 0], y[:, 3]], 3.0)
+
+
+@case
 def views_of_views(y: Tensor, x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     first, other = y[:, 1:], y[:, 2:6]
     inner = first[:, 2:5]

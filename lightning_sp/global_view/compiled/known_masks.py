@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from lightning_sp.global_view.compiled.written_nodes import written_nodes
 from lightning_sp.global_view.masks.bands import band_of
 
 
@@ -118,7 +119,7 @@ def _constant_nodes(graph: GraphModule, buffers: set[Node]) -> dict[Node, None]:
         if node.op not in ("call_function", "call_method"):
             continue
         reads = node.all_input_nodes
-        if _writes(node) and any(each in found for each in reads):
+        if written_nodes(node) and any(each in found for each in reads):
             return {}  # what was made before is another since
         if not all(each in found for each in reads) or not isinstance(value, Tensor | int | torch.SymInt):
             continue
@@ -126,16 +127,6 @@ def _constant_nodes(graph: GraphModule, buffers: set[Node]) -> dict[Node, None]:
             continue
         found[node] = None
     return found
-
-
-def _writes(node: Node) -> bool:
-    """Return whether a node writes into its first argument."""
-    name = str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
-    is_augmented = name in _AUGMENTED
-    return name in ("setitem", "__setitem__") or is_augmented or (name.endswith("_") and not name.startswith("__"))
-
-
-_AUGMENTED = {"iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor"}
 
 
 def _is_mask(node: Node) -> bool:

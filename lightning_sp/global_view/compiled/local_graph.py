@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
 from lightning_sp.global_view.compiled.saved import recomputed
+from lightning_sp.global_view.compiled.written_nodes import written_nodes
 from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numbers
 from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.rules.attention.written_attention import Scores
@@ -115,6 +116,9 @@ class _Functions(Interpreter):
         of_sequence = any(
             each in self._taken or isinstance(self.env[each], SequenceTensor) for each in n.all_input_nodes
         )
+        # A copy that knows what it is of writes to the sequence itself; one that a compiler traces is not known to it.
+        if any(not isinstance(self.env[each], TakenTokens) for each in self._taken.intersection(written_nodes(n))):
+            raise NotImplementedError("global_view: a write to a token of the sequence: not compiled")
         result = super().run_node(n)
         if of_sequence and not isinstance(result, SequenceTensor) and _function_of(n) in VIEWS:
             self._taken.add(n)

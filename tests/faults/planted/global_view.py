@@ -165,7 +165,7 @@ GLOBAL_VIEW = (
     fault(
         "a write to a token that stays in its copy",
         "global_view/taken_tokens.py",
-        "            written.of.write()\n",
+        "            each.of.write()\n",
         "            pass\n",
         f"{RULES}[1-2-16]",
     ),
@@ -440,7 +440,7 @@ GLOBAL_VIEW = (
     fault(
         "a mask that a graph writes into, known as it was before",
         "global_view/compiled/known_masks.py",
-        "if _writes(node) and any(each in found for each in reads):",
+        "if written_nodes(node) and any(each in found for each in reads):",
         "if False:",
         f"{COMPILED}::test_a_rule_is_exact_where_it_is_compiled[1-2-16-names0]",
     ),
@@ -450,6 +450,13 @@ GLOBAL_VIEW = (
         "            if self._running.gives_taken_tokens():\n",
         "            if False:\n",
         "tests/global_view/test_compiled.py::test_a_rule_is_exact_where_it_is_compiled[1-2-16-names0]",
+    ),
+    fault(
+        "a compiled token whose writes are lost",
+        "global_view/compiled/local_graph.py",
+        "self._taken.intersection(written_nodes(n))",
+        "self._taken.intersection(())",
+        f"{COMPILED}::test_a_token_that_is_written_to_is_not_compiled",
     ),
     fault(
         "a slice that leaves a graph as long as what it was taken from",

@@ -45,9 +45,9 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
 class Measured(pl.LightningModule):
     """Steps of one policy after the other; notes the peak above what is resident before a step but for gradients, and the seconds."""
 
-    def __init__(self, model: LlamaConfig, policies: tuple[str, ...]) -> None:
+    def __init__(self, model: LlamaConfig, policies: tuple[str, ...], tokens: int) -> None:
         super().__init__()
-        self.config, self.policies = model, policies
+        self.config, self.policies, self.tokens = model, policies, tokens  # of a rank: a hook is shown whole sequences
         self.peaks: dict[str, list[int]] = {policy: [] for policy in policies}
         self.seconds: dict[str, list[float]] = {policy: [] for policy in policies}
         self.predicted: dict[str, int] = {}
@@ -74,9 +74,8 @@ class Measured(pl.LightningModule):
             assert step is not None
             optimizers = self.trainer.optimizers
             model = model_bytes(self, checkpoints.blocks, optimizers, torch.device("cpu"))
-            tokens = batch["input_ids"].shape[1]
             for policy in self.policies:
-                self.predicted[policy] = peak_bytes(policy, step, model, tokens) - model.base
+                self.predicted[policy] = peak_bytes(policy, step, model, self.tokens) - model.base
         if batch_idx:
             checkpoints.use(self.policies[batch_idx % len(self.policies)])
             self._block = peak_growth()
@@ -104,7 +103,7 @@ def measure(
     """
     map_tensors()
     world = int(os.environ["WORLD_SIZE"])
-    module = Measured(config, CANDIDATES)
+    module = Measured(config, CANDIDATES, tokens)
     strategy = SequenceParallelStrategy(
         **degrees, preflight=False, activation_checkpointing="auto", memory_budget_gib=1e6
     )  # type: ignore[arg-type]

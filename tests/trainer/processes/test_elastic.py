@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[3]
 QUICK = "--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=8"
 
 
-def agent(folder: Path, dies: str, *options: str) -> subprocess.Popen[str]:
+def agent(folder: Path, dies: str, *options: str, conf: str = "") -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
         "--rdzv-backend=c10d",
         "--rdzv-id=elastic",
-        QUICK,
+        QUICK + conf,
         "--max-restarts=2",
     ]
     return subprocess.Popen(
@@ -67,8 +67,9 @@ def test_a_rank_that_dies_is_started_again_with_the_others(whole: dict[int, floa
 def test_a_node_that_is_lost_is_done_without(whole: dict[int, float], tmp_path: Path):
     options = "--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint={endpoint()}"
     with (
-        agent(tmp_path, "node", *options, "--local-addr=127.0.0.1") as first,
-        agent(tmp_path, "node", *options, "--local-addr=127.0.0.1") as second,
+        # The store is the first one's, whichever comes first: the node that is lost is the second.
+        agent(tmp_path, "node", *options, "--local-addr=127.0.0.1", conf=",is_host=1") as first,
+        agent(tmp_path, "node", *options, "--local-addr=127.0.0.1", conf=",is_host=0") as second,
     ):
         words, others = first.communicate(timeout=900)[0], second.communicate(timeout=900)[0]
     assert 0 in (first.returncode, second.returncode), words + others

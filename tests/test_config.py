@@ -283,7 +283,7 @@ def test_shard_size_divides_the_world():
         (dict(gather_dtype="bfloat16"), "gather_dtype='bfloat16': must be one of auto, float32"),
         (dict(gradient_dtype="fp32"), "gradient_dtype='fp32': must be one of auto, float32, bfloat16"),
         (dict(cpu_offload="false"), "cpu_offload='false': must be True or False"),
-        (dict(activation_offload="cpu"), "activation_offload='cpu': must be one of none, host, disk"),
+        (dict(activation_offload="cpu"), "activation_offload='cpu': must be one of auto, none, host, disk"),
         (dict(activation_loading_horizon=0), "activation_loading_horizon=0: must be a positive integer"),
         (dict(activation_loading_horizon=True), "activation_loading_horizon=True: must be a positive integer"),
         (
@@ -291,8 +291,16 @@ def test_shard_size_divides_the_world():
             "activation_offload='host' with activation_checkpointing=False: the inputs of recomputed blocks",
         ),
         (
-            dict(offload_folder="/scratch"),
-            "offload_folder='/scratch' with activation_offload='none': it is the folder of the files of 'disk'",
+            dict(offload_folder="/scratch", activation_offload="none"),
+            "offload_folder='/scratch' with activation_offload='none' and activation_checkpointing='auto': it is the folder of the files of",
+        ),
+        (
+            dict(offload_folder="/scratch", activation_checkpointing="full"),
+            "offload_folder='/scratch' with activation_offload='auto' and activation_checkpointing='full': it is the folder of the files of",
+        ),
+        (
+            dict(offload_folder="/scratch", compile=True),
+            "activation_offload='auto' and offload_folder='/scratch' with compile=True: torch.compile decides in its own graph",
         ),
         (
             dict(activation_checkpointing=True, activation_offload="disk", compile=True),
@@ -325,6 +333,11 @@ def test_a_memory_option_says_what_it_may_be(options, message):
             "cuda",
             "activation_offload='disk' on cuda ranks: a file is written",
         ),
+        (
+            dict(offload_folder="/scratch"),
+            "cuda",
+            "offload_folder='/scratch' on cuda ranks: inputs of blocks go to the host's memory",
+        ),
     ],
     ids=str,
 )
@@ -352,6 +365,23 @@ def test_a_memory_option_needs_a_device(options, device, message):
 def test_stage_inputs_that_do_not_fit(options, message):
     with refusal(message):
         StrategyConfig(**options)
+
+
+@pytest.mark.parametrize("given", [None, "auto", 64, "as_needed"])
+@pytest.mark.parametrize("tier", ["none", "auto"])
+def test_what_auto_may_switch_holds_in_no_step_by_itself_and_never_stays_never(given, tier):
+    config = StrategyConfig(mlp_tile_tokens=given, activation_offload=tier)
+    assert config.fixed_tile_tokens == (None if given == "as_needed" else given)
+    assert config.fixed_offload == "none"
+    assert config.checkpoint_policy == "auto"
+    assert (StrategyConfig().mlp_tile_tokens, StrategyConfig().activation_offload) == ("as_needed", "auto")
+
+
+@pytest.mark.parametrize("policy", ["auto", True, "full"])
+def test_what_auto_may_switch_stands_against_no_other_option(policy):
+    for options in (dict(compile=True), dict(global_view=True)):
+        StrategyConfig(activation_checkpointing=policy, **options)
+    assert StrategyConfig().tries_global_view
 
 
 def test_recomputed_stages_are_the_modules_and_not_the_operators():

@@ -1,7 +1,8 @@
 """Peak memory and CPU seconds of a step under each checkpoint policy, beside the peak that "auto" would predict.
 
 `OMP_NUM_THREADS=1 python -m benchmarks.memory.checkpointing --tokens 2048`: a Llama (dim 512, 8 layers, hidden 1408, vocabulary 4,096).
-Policies are interleaved, in one process for each rank. The first step of a policy makes gradients and the optimizer's state.
+Of the last policy inputs leave to a file. Policies are interleaved, in one process for each rank. The first step of a policy makes gradients
+and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import tempfile
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -58,6 +61,8 @@ class Measured(pl.LightningModule):
         self.model = Llama(self.config)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if batch_idx:  # behind the choice of "auto", which this replaces
+            block_checkpoints(self).use(self.policies[batch_idx % len(self.policies)])
         logits = self.model(batch["input_ids"], batch["position_ids"])
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
@@ -72,12 +77,12 @@ class Measured(pl.LightningModule):
         if batch_idx == 1:  # the first step was measured, and has made the optimizer's state
             step = checkpoints.activations.step
             assert step is not None
+            step = step.offering(tiles=checkpoints.can_tile(sees_whole=False), horizon=checkpoints.horizon)
             optimizers = self.trainer.optimizers
             model = model_bytes(self, checkpoints.blocks, optimizers, torch.device("cpu"))
             for policy in self.policies:
                 self.predicted[policy] = peak_bytes(policy, step, model, self.tokens) - model.base
         if batch_idx:
-            checkpoints.use(self.policies[batch_idx % len(self.policies)])
             self._block = peak_growth()
             self.growth, self.begin = self._block.__enter__(), time.process_time()
 
@@ -90,7 +95,12 @@ class Measured(pl.LightningModule):
 
 
 def measure(
-    degrees: dict[str, int], tokens: int, rounds: int, config: LlamaConfig, precision: Any = "32-true"
+    degrees: dict[str, int],
+    tokens: int,
+    rounds: int,
+    config: LlamaConfig,
+    precision: Any = "32-true",
+    policies: Sequence[str] = CANDIDATES,
 ) -> dict[str, tuple[int, int, float]]:
     """Return of each policy the predicted and the measured peak above what is resident but for gradients, in bytes, and CPU seconds of a step.
 
@@ -100,21 +110,26 @@ def measure(
         rounds: steps of each policy.
         config: of the Llama.
         precision: of the Trainer.
+        policies: that are measured.
     """
     map_tensors()
     world = int(os.environ["WORLD_SIZE"])
-    module = Measured(config, CANDIDATES, tokens)
+    module = Measured(config, tuple(policies), tokens)
     strategy = SequenceParallelStrategy(
-        **degrees, preflight=False, activation_checkpointing="auto", memory_budget_gib=1e6
+        **degrees,
+        preflight=False,
+        activation_checkpointing="auto",
+        memory_budget_gib=1e6,
+        offload_folder=tempfile.gettempdir(),
     )  # type: ignore[arg-type]
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, precision=precision,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(Rows(1 + rounds * len(CANDIDATES), tokens * world, config.vocab_size)))
+    trainer.fit(module, DataLoader(Rows(1 + rounds * len(policies), tokens * world, config.vocab_size)))
     return {
         policy: (module.predicted[policy], max(module.peaks[policy]), statistics.median(module.seconds[policy]))
-        for policy in CANDIDATES
+        for policy in policies
     }
 
 
@@ -127,21 +142,22 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--precision", default="32-true", help="of the Trainer")
     parser.add_argument("--ring", action="store_true", help="a ring in place of Ulysses")
+    parser.add_argument("--policies", nargs="+", default=CANDIDATES, choices=CANDIDATES, metavar="POLICY")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=given.vocabulary, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, hidden_dim=1408
     )
     degrees = {} if given.ranks == 1 else {"ring_size" if given.ring else "ulysses_size": given.ranks}
     with RankPool(given.ranks, timeout_s=3600) as pool:
-        ranks = pool.run(measure, degrees, given.tokens, given.rounds, config, given.precision)
+        ranks = pool.run(measure, degrees, given.tokens, given.rounds, config, given.precision, given.policies)
     print(
         f"{given.ranks} ranks, {given.precision}, {given.tokens} tokens a rank: policy, predicted MiB, measured MiB, predicted/measured, "
         "CPU s of a rank's step"
     )
-    for policy in CANDIDATES:
+    for policy in given.policies:
         predicted, peak = (max(rank[policy][i] for rank in ranks) for i in (0, 1))
         seconds = statistics.mean(rank[policy][2] for rank in ranks)
-        print(f"{policy:10} {predicted / MIB:8.1f} {peak / MIB:8.1f} {predicted / peak:6.2f} {seconds:8.3f}")
+        print(f"{policy:14} {predicted / MIB:8.1f} {peak / MIB:8.1f} {predicted / peak:6.2f} {seconds:8.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from lightning_sp.errors import SequenceParallelError, closest
 
 GATHER_DTYPES = ("auto", "float32")
 GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
-OFFLOAD_TIERS = ("none", "host", "disk")
+OFFLOAD_TIERS = ("auto", "none", "host", "disk")
 STAGE_INPUTS = ("saved", "recomputed")
 
 # How blocks recompute themselves, those that are named the cheapest in time first.
@@ -53,20 +53,23 @@ class MemoryOptions:
         activation_checkpointing: Which transformer blocks recompute their activations in the backward. "auto": as few as a step's predicted peak
             allows by `memory_budget_gib`; none while it fits. "none". "selective": all of them, but never their
             attention and its communication. "every_<n>": so each n-th block, from the first on. "full": all of them with their
-            attention, whose kernels and messages run twice. True is "selective", False is "none". With
-            `activation_offload` "auto" is "selective".
+            attention, whose kernels and messages run twice. True is "selective", False is "none". Where "full" is not enough, "auto" goes on
+            with MLPs in tiles and inputs that leave, as far as `mlp_tile_tokens` and `activation_offload` are at their defaults. With
+            `activation_offload` "host" or "disk" it is "selective".
         memory_budget_gib: Memory of a rank that "auto" may fill, in GiB. "auto": nine tenths of the device's; on a CPU of the machine's, or of
             its cgroup's limit, divided by the ranks there. A budget that you give and nothing fits is refused; one by "auto" is warned of.
         mlp_tile_tokens: Tokens of a tile in which the MLPs of blocks are computed, and recomputed in the backward: of their wide activations one
-            tile's are alive. "auto": as many as the MLP's input has features. None: whole.
+            tile's are alive. "auto": as many as the MLP's input has features. None: whole. "as_needed": whole, and as "auto" where
+            `activation_checkpointing="auto"` finds no other room.
         stage_inputs: What the backward has of the q, k and v that a stage of `ulysses_stages` attends with. "saved": all of them, as they were
             exchanged. "recomputed": none; each stage is projected, rotated and exchanged again, so that of q, k and v one stage's are alive,
             forward and backward, with or without Ulysses. For attention modules that are known by their structure; the others run whole.
             The stages divide the key-value heads then.
         activation_offload: Where the inputs of recomputed blocks are between forward and backward. "host": in its pinned memory, of a GPU.
-            "disk": in a file of each rank. "none": on the device.
+            "disk": in a file of each rank. "none": on the device. "auto": there, and where `activation_checkpointing="auto"` finds no other
+            room, on the host of a GPU; of CPU ranks in files, if `offload_folder` is given.
         activation_loading_horizon: Of these inputs, those in memory at once: one that is used, the others on their way out or back.
-        offload_folder: Of the files of "disk", on a disk of each node. None: the folder of temporary files.
+        offload_folder: Of the files of "disk", on a disk of each node. None: the folder of temporary files, and none for "auto".
         delayed_init: Give what `configure_model` draws or reads memory tensor by tensor, when it is sharded. False: rank 0 builds the whole
             model in its memory, and each rank reads the whole of a pretrained one.
 
@@ -85,9 +88,9 @@ class MemoryOptions:
     loss_chunk_tokens: Size | None = "auto"
     activation_checkpointing: bool | str = "auto"
     memory_budget_gib: float | Literal["auto"] = "auto"
-    mlp_tile_tokens: Size | None = None
+    mlp_tile_tokens: int | Literal["auto", "as_needed"] | None = "as_needed"
     stage_inputs: str = "saved"
-    activation_offload: str = "none"
+    activation_offload: str = "auto"
     activation_loading_horizon: int = 4
     offload_folder: str | None = None
     delayed_init: bool = True
@@ -95,9 +98,9 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         check_size("shard_size", self.shard_size)
         check_size("prefetch_blocks", self.prefetch_blocks)
-        for name in ("loss_chunk_tokens", "mlp_tile_tokens"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
+        for name, given in (("loss_chunk_tokens", self.loss_chunk_tokens), ("mlp_tile_tokens", self.fixed_tile_tokens)):
+            if given is not None:
+                check_size(name, given)
         check_name("gather_dtype", self.gather_dtype, GATHER_DTYPES)
         check_name("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
         check_name("activation_offload", self.activation_offload, OFFLOAD_TIERS)
@@ -134,12 +137,22 @@ class MemoryOptions:
     def checkpoint_policy(self) -> str:
         """The policy of `activation_checkpointing` by its name."""
         given = self.activation_checkpointing
-        if given == "auto" and self.activation_offload != "none":
+        if given == "auto" and self.fixed_offload != "none":
             return "selective"  # the inputs of recomputed blocks are what leaves
         return given if isinstance(given, str) else "selective" if given else "none"
 
+    @property
+    def fixed_tile_tokens(self) -> Size | None:
+        """`mlp_tile_tokens` as far as it holds in every step: None where tiles wait for "auto"."""
+        return None if self.mlp_tile_tokens == "as_needed" else self.mlp_tile_tokens
+
+    @property
+    def fixed_offload(self) -> str:
+        """`activation_offload` as far as it holds in every step: "none" where it waits for "auto"."""
+        return "none" if self.activation_offload == "auto" else self.activation_offload
+
     def _check_offload(self) -> None:
-        horizon, tier = self.activation_loading_horizon, self.activation_offload
+        horizon, tier = self.activation_loading_horizon, self.fixed_offload
         if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
             raise SequenceParallelError(f"activation_loading_horizon={horizon!r}: must be a positive integer")
         if tier != "none" and self.checkpoint_policy == "none":
@@ -147,9 +160,11 @@ class MemoryOptions:
                 f"activation_offload={tier!r} with activation_checkpointing={self.activation_checkpointing!r}: the inputs of recomputed blocks "
                 "are what leaves; set activation_checkpointing='selective'"
             )
-        if self.offload_folder is not None and tier != "disk":
+        waits = self.activation_offload == self.activation_checkpointing == "auto"
+        if self.offload_folder is not None and tier != "disk" and not waits:
             raise SequenceParallelError(
-                f"offload_folder={self.offload_folder!r} with activation_offload={tier!r}: it is the folder of the files of 'disk'; set "
+                f"offload_folder={self.offload_folder!r} with activation_offload={self.activation_offload!r} and "
+                f"activation_checkpointing={self.activation_checkpointing!r}: it is the folder of the files of 'disk'; set "
                 "activation_offload='disk', or leave it out"
             )
 
@@ -168,6 +183,11 @@ def check_memory_device(options: MemoryOptions, device_type: str) -> None:
     if device_type == "cpu" and options.cpu_offload:
         raise SequenceParallelError(
             "cpu_offload=True on CPU ranks: their shards are in the host's memory already, so nothing would be saved; leave it out"
+        )
+    if device_type != "cpu" and options.offload_folder is not None and options.activation_offload == "auto":
+        raise SequenceParallelError(
+            f"offload_folder={options.offload_folder!r} on {device_type} ranks: inputs of blocks go to the host's memory there, and to no file; "
+            "leave it out"
         )
     if device_type == "cpu" and options.activation_offload == "host":
         raise SequenceParallelError(

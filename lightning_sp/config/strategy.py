@@ -103,7 +103,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
                 "let the strategy shard"
             )
-        if self.compile and self.mlp_tile_tokens is not None:
+        if self.compile and self.fixed_tile_tokens is not None:
             raise SequenceParallelError(
                 f"mlp_tile_tokens={self.mlp_tile_tokens!r} with compile=True: a compiled block is one graph, in which each tile would be a copy "
                 "of the MLP; use activation_checkpointing, or leave compile=False"
@@ -112,10 +112,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         self._check_global_view()
         check_tensor_parallel(self.tensor_parallel_size, self.tensor_parallel_plan, self._against_tensor_parallel())
         self._check_asynchronous()
-        if self.compile and self.activation_offload != "none":
+        if self.compile and (self.fixed_offload != "none" or self.offload_folder is not None):
+            folder = "" if self.offload_folder is None else f" and offload_folder={self.offload_folder!r}"
             raise SequenceParallelError(
-                f"activation_offload={self.activation_offload!r} with compile=True: torch.compile decides in its own graph what is saved for "
-                "the backward; use one of the two"
+                f"activation_offload={self.activation_offload!r}{folder} with compile=True: torch.compile decides in its own graph what is "
+                "saved for the backward; use one of the two"
             )
         check_seconds("timeout_s", self.timeout_s)
         check_seconds("start_timeout_s", self.start_timeout_s)
@@ -204,7 +205,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 "a model's own attention runs, and is not known by its structure",
             ),
             f"mlp_tile_tokens={self.mlp_tile_tokens!r}": (
-                self.mlp_tile_tokens is not None,
+                self.fixed_tile_tokens is not None,
                 "an MLP sees whole sequences",
             ),
         }

@@ -75,7 +75,7 @@ from lightning_sp.parallelize.tensor_parallel import (
     tensor_parallel,
     with_whole_weights,
 )
-from lightning_sp.parallelize.tiled_mlp import tile_mlps, without_tiles
+from lightning_sp.parallelize.tiled_mlp import MlpTiles, tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
@@ -83,6 +83,7 @@ __all__ = [
     "DelayedWeights",
     "InitialState",
     "MetaDevice",
+    "MlpTiles",
     "ParameterLayout",
     "RootUnit",
     "abandon_forward",

@@ -5,6 +5,8 @@
     every_<n>   selective in every n-th block, from the first on
     full        it keeps its input alone; the attention's kernels and messages run again
 
+Two more are those of "auto" alone: "full_tiled" is full with MLPs in tiles, and "full_offloaded" so with inputs that leave.
+
 All but "full" repeat neither a kernel of the attention nor a message. Under "full" the backward begins each block's messages in the order of
 the blocks, the same on all ranks. Recomputation restores the random state of the forward, so dropout masks are the forward's.
 Source: selective activation checkpointing, Korthikanti et al., arXiv:2205.05198; PyTorch's create_selective_checkpoint_contexts.
@@ -30,7 +32,8 @@ from lightning_sp.global_view.compiled.front_end import FrontEnd
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
-from lightning_sp.parallelize.memory.memory_prediction import of_each_block
+from lightning_sp.parallelize.memory.memory_prediction import TILED, as_options, of_each_block
+from lightning_sp.parallelize.tiled_mlp import MlpTiles
 
 # The attribute of a model that holds its `BlockCheckpoints`.
 _CHECKPOINTS = "_lightning_sp_checkpoints"
@@ -51,6 +54,7 @@ class BlockCheckpoints:
         measures: whether that can be measured; in compiled code it cannot.
         offload: takes the inputs of recomputed blocks away between forward and backward; None leaves them in memory.
         graphs: of blocks that are compiled in the global view, whose backward recomputes what a selective one does; None where none is.
+        tiles: of the blocks' MLPs, for a policy to switch; None where they stay as they are.
     """
 
     def __init__(
@@ -61,14 +65,15 @@ class BlockCheckpoints:
         measures: bool = True,
         offload: ActivationOffload | None = None,
         graphs: FrontEnd | None = None,
+        tiles: MlpTiles | None = None,
     ) -> None:
         self.blocks = [without_compilation(block) for block in blocks]
         # Of each block: "none", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
         self.of_block = ["none"] * len(self.blocks)
-        self.activations = ActivationBytes(len(self.blocks))
+        self.activations = ActivationBytes(len(self.blocks), tiles)
         self._asked: set[int] = set()
         self._measures = measures
-        self.offload, self.graphs = offload, graphs
+        self.offload, self.graphs, self.tiles = offload, graphs, tiles
         self.use(policy)
 
     def use(self, policy: str) -> None:
@@ -76,8 +81,26 @@ class BlockCheckpoints:
         self.policy = policy
         if policy == "auto":
             policy = "measured" if self._measures else "none"
+        if self.tiles is not None:
+            self.tiles.use(policy in TILED)
+        if self.offload is not None and self.offload.waits:
+            self.offload.is_on = policy == "full_offloaded"
         for number, how in enumerate(of_each_block(policy, len(self.blocks))):
             self.of_block[number] = "selective" if how == "none" and number in self._asked else how
+
+    def can_tile(self, sees_whole: bool) -> list[bool]:
+        """Return of each block whether a policy can let its MLPs run in tiles. In a step that sees whole sequences an MLP does, too."""
+        return [False] * len(self.blocks) if self.tiles is None or sees_whole else self.tiles.can_tile()
+
+    @property
+    def horizon(self) -> int:
+        """How many inputs of blocks are in memory at once under a policy that lets them leave; 0 where none can."""
+        return self.offload.horizon if self.offload is not None and self.offload.waits else 0
+
+    def as_options(self, policy: str) -> dict[str, str]:
+        """Return the options by which a user asks for what a policy of "auto" does here."""
+        tiles = self.tiles is not None and any(self.tiles.can_tile())
+        return as_options(policy, tiles=tiles, tier=self.offload.tier if self.offload is not None else "none")
 
     @property
     def is_measured(self) -> bool:
@@ -111,9 +134,10 @@ def checkpoint_blocks(
     measures: bool = True,
     offload: ActivationOffload | None = None,
     graphs: FrontEnd | None = None,
+    tiles: MlpTiles | None = None,
 ) -> BlockCheckpoints:
     """Make each block recompute itself as a policy says. The module tree and every name stay as they were. As `BlockCheckpoints`."""
-    checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload, graphs=graphs)
+    checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles)
     for number, block in enumerate(checkpoints.blocks):
         # On the instance: a wrapper module would put its own name into every parameter's.
         signature = inspect.signature(block.forward)
@@ -199,8 +223,9 @@ def _checkpointed(
     recomputed = partial(checkpoint, use_reentrant=False)
     if how == "selective":
         recomputed = partial(recomputed, context_fn=_contexts)
-    offload = checkpoints.offload
-    return recomputed(forward, *args, **kwargs) if offload is None else offload.run(recomputed, forward, args, kwargs)
+    if (offload := checkpoints.offload) is None or not offload.is_on:
+        return recomputed(forward, *args, **kwargs)
+    return offload.run(recomputed, forward, args, kwargs)
 
 
 def _saves(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

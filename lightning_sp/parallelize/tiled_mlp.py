@@ -10,8 +10,9 @@ Source: TiledMLP of ALST, arXiv:2506.13996, section 3.1.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.compilation import without_compilation
 
 # Tokens that a first call is tried on, twice: whole, and its halves by themselves.
@@ -42,13 +45,13 @@ class TiledMLP:
         self.module, self.forward, self.tile_tokens = module, forward, tile_tokens
         self._is_per_token: bool | None = None
 
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the MLP's output. Shapes: (..., tokens, E) -> (..., tokens, E)."""
-        if args or kwargs or not torch.is_grad_enabled() or x.dim() < 2 or _has_hooks(self.module):
-            return self.forward(x, *args, **kwargs)
+        if not self.may_tile(*args, **kwargs):
+            return self.forward(*args, **kwargs)
+        (x,) = (*args, *kwargs.values())
         rows = x[..., 0, 0].numel()
-        tokens = self.tile_tokens if self.tile_tokens != "auto" else x.shape[-1]
-        length = max(1, tokens // max(1, rows))
+        length = max(1, self.tokens_of_tile(x.shape[-1]) // max(1, rows))
         if x.shape[-2] <= length:
             return self.forward(x)
         if self._is_per_token is None:
@@ -59,6 +62,22 @@ class TiledMLP:
         # Nothing is drawn in it: the random state need not be kept.
         done = [checkpoint(self.forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
         return torch.cat(done, -2)
+
+    def may_tile(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether a call runs in tiles, if its input is long enough."""
+        given = (*args, *kwargs.values())
+        if not torch.is_grad_enabled() or len(given) != 1 or given[0].dim() < 2 or isinstance(given[0], GlobalTensor):
+            return False
+        return not self.runs_whole and not _has_hooks(self.module)
+
+    def tokens_of_tile(self, num_features: int) -> int:
+        """Return how many tokens a tile has, of all rows together, for an input of some features."""
+        return num_features if self.tile_tokens == "auto" else self.tile_tokens
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether a trial has shown that it looks at other tokens."""
+        return self._is_per_token is False
 
     @torch.no_grad()
     def _try(self, x: Tensor) -> bool:
@@ -87,6 +106,67 @@ def tile_mlps(blocks: Iterable[nn.Module], tile_tokens: int | Literal["auto"]) -
     for mlp in found:
         mlp.forward = TiledMLP(mlp, mlp.forward, tile_tokens)
     return len(found)
+
+
+class MlpTiles:
+    """The MLPs of blocks, whose tiles are switched on and off between steps. Off, nothing of a model is touched.
+
+    Args:
+        blocks: transformer blocks.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._of_block = [
+            [TiledMLP(mlp, mlp.forward, "auto") for mlp in _mlps(without_compilation(block))] for block in blocks
+        ]
+        self._before = {each: vars(each.module).get("forward") for of_block in self._of_block for each in of_block}
+
+    def use(self, on: bool) -> None:
+        """Let the MLPs run in tiles from the next forward on, or whole."""
+        for each, before in self._before.items():
+            if on:
+                each.module.forward = each
+            elif vars(each.module).get("forward") is each:
+                _put_back(each.module, before)
+
+    def can_tile(self) -> list[bool]:
+        """Return of each block whether it has MLPs, none with hooks, and no trial has shown that one looks at other tokens."""
+        return [
+            bool(of_block) and not any(each.runs_whole or _has_hooks(each.module) for each in of_block)
+            for of_block in self._of_block
+        ]
+
+    def widths(self) -> list[tuple[int, int]]:
+        """Return of each block the wider sides of the matrices of its MLPs, in elements, and the tokens of a tile."""
+        return [_widths(of_block) for of_block in self._of_block]
+
+    @contextmanager
+    def noted(self, number: int, run: Callable[[TiledMLP, Tensor], Any]) -> Iterator[None]:
+        """Let a function run the MLPs of a block in their place, where they could run in tiles."""
+        with ExitStack() as stack:
+            for each in self._of_block[number]:
+                stack.callback(_put_back, each.module, vars(each.module).get("forward"))
+                each.module.forward = partial(_noted, each, run)
+            yield
+
+
+def _put_back(module: nn.Module, forward: Any) -> None:
+    if forward is None:
+        del module.forward  # its class has one
+    else:
+        module.forward = forward
+
+
+def _noted(tiled: TiledMLP, run: Callable[[TiledMLP, Tensor], Any], *args: Any, **kwargs: Any) -> Any:
+    return run(tiled, *args, *kwargs.values()) if tiled.may_tile(*args, **kwargs) else tiled.forward(*args, **kwargs)
+
+
+def _widths(of_block: Sequence[TiledMLP]) -> tuple[int, int]:
+    linear: list[Any] = [part for each in of_block for part in each.module.modules() if _is_linear(part)]
+    if not linear:
+        return 0, 0
+    features = linear[0].in_features if hasattr(linear[0], "in_features") else linear[0].nx
+    return sum(max(gathered_shape(each.weight)[-2:]) for each in linear), features
 
 
 @contextmanager

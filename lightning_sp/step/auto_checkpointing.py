@@ -17,7 +17,7 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import block_checkpoints
+from lightning_sp.parallelize import BlockCheckpoints, block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import budget_bytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, GIB, Moment, cheapest_policy, moments
 from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes
@@ -31,7 +31,7 @@ class AutoCheckpointing:
     """
 
     def __init__(self, config: StrategyConfig) -> None:
-        self._budget_gib, self._waits, self._in_backward = config.memory_budget_gib, False, config.optimizer_in_backward
+        self._config, self._budget_gib, self._waits = config, config.memory_budget_gib, False
         self.most_tokens = 0 if config.checkpoint_policy == "auto" else sys.maxsize
 
     def before_step(
@@ -39,7 +39,7 @@ class AutoCheckpointing:
     ) -> None:
         """Choose a policy if the batch is longer than those before, on some rank. Every rank must call it.
 
-        Communicates: then one all_reduce of 256 bytes on the host.
+        Communicates: then one all_reduce of 352 bytes on the host.
 
         Raises:
             SequenceParallelError: the user's budget is smaller than every predicted peak.
@@ -54,8 +54,10 @@ class AutoCheckpointing:
         if not checkpoints.blocks:
             self.most_tokens = sys.maxsize
             return
-        model = model_bytes(module, checkpoints.blocks, optimizers, device, steps_in_backward=self._in_backward)
-        step = measured or step_of_shapes(module, checkpoints.blocks, trainer.precision)
+        in_backward = self._config.optimizer_in_backward
+        model = model_bytes(module, checkpoints.blocks, optimizers, device, steps_in_backward=in_backward)
+        step = measured or step_of_shapes(module, checkpoints.blocks, trainer.precision, checkpoints.tiles)
+        step = step.offering(tiles=checkpoints.can_tile(runner.context.global_view), horizon=checkpoints.horizon)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
         own = [each for policy in CANDIDATES for each in moments(policy, step, model)]
         numbers = [-budget, batch.local_tokens, *(number for each in own for number in (each.fixed, each.per_token))]
@@ -66,7 +68,7 @@ class AutoCheckpointing:
         budget, peaks = -budget, [max(each.at(tokens) for each in policy) for policy in policies]
         policy = cheapest_policy(peaks, budget)
         if policy is None:
-            self._nothing_fits(peaks, budget, tokens)
+            self._nothing_fits(peaks, budget, tokens, checkpoints)
             policy = CANDIDATES[peaks.index(min(peaks))]
         chosen, before = CANDIDATES.index(policy), checkpoints.policy
         self.most_tokens = max(
@@ -76,16 +78,19 @@ class AutoCheckpointing:
         self._waits = measured is None and policy == "none"
         checkpoints.use("auto" if self._waits else policy)
         if policy not in ("none", before):
+            options = ", ".join(f"{name}={value}" for name, value in checkpoints.as_options(policy).items())
             rank_zero_info(
-                f"sequence_parallel: activation_checkpointing={policy} from this step on: {tokens:,} tokens of a rank are predicted to need "
+                f"sequence_parallel: {options} from this step on: {tokens:,} tokens of a rank are predicted to need "
                 f"{peaks[chosen] / GIB:.2f} GiB, {peaks[0] / GIB:.2f} without, of a budget of {budget / GIB:.2f}"
             )
 
-    def _nothing_fits(self, peaks: Sequence[int], budget: int, tokens: int) -> None:
+    def _nothing_fits(self, peaks: Sequence[int], budget: int, tokens: int, checkpoints: BlockCheckpoints) -> None:
         least = min(peaks)
+        options = checkpoints.as_options(CANDIDATES[peaks.index(least)])
         message = (
-            f"{tokens:,} tokens of a rank are predicted to need {least / GIB:.2f} GiB at least, with activation_checkpointing="
-            f"'{CANDIDATES[peaks.index(least)]}', of a budget of {budget / GIB:.2f} (memory_budget_gib={self._budget_gib}): split a sequence "
+            f"{tokens:,} tokens of a rank are predicted to need {least / GIB:.2f} GiB at least, with "
+            f"{', '.join(f'{name}={value!r}' for name, value in options.items())}, of a budget of {budget / GIB:.2f} "
+            f"(memory_budget_gib={self._budget_gib}): split a sequence "
             "over more ranks (sequence_parallel_size), shard parameters over more (shard_size), exchange heads in stages (ulysses_stages), or "
             "take shorter sequences or fewer rows"
         )

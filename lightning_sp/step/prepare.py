@@ -43,6 +43,7 @@ from lightning_sp.mesh import (
 from lightning_sp.parallelize import (
     DelayedWeights,
     InitialState,
+    MlpTiles,
     ParameterLayout,
     block_checkpoints,
     broadcast_initial_weights,
@@ -142,9 +143,8 @@ def lay_out_model(
         split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
     convert_to_float8(blocks, config.fp8)
-    _tile(blocks, config.mlp_tile_tokens)
-    offload = offload_activations(module, config, device, blocks)
-    _checkpoint_and_compile(module, blocks, config, offload)
+    _tile(blocks, config.fixed_tile_tokens)
+    _checkpoint_and_compile(module, blocks, config, device)
     shard_model(module, blocks, fsdp_axes(parameter_mesh), with_gathers(module, config))
     if axis is not None:
         gather_plain_parts(module)
@@ -161,12 +161,20 @@ def lay_out_model(
     _say_layout(config, mesh, world, len(blocks))
 
 
-def _checkpoint_and_compile(module: nn.Module, blocks: list[nn.Module], config: StrategyConfig, offload: Any) -> None:
+def _checkpoint_and_compile(
+    module: nn.Module, blocks: list[nn.Module], config: StrategyConfig, device: torch.device
+) -> None:
     """Let blocks recompute themselves, and compile them: in the global view within that, for a graph recomputes itself."""
     measures = not (config.compile or any(True for _ in compiled_modules(module)))
+    # What a compiler makes of a block holds what its Python was: nothing of it is switched later.
+    tiles = MlpTiles(blocks) if measures and config.mlp_tile_tokens == "as_needed" else None
+    waits = config.activation_offload == "auto"
+    offload = offload_activations(module, config, device, blocks) if measures or not waits else None
     sees_whole = config.global_view is True
     left, graphs = compile_forwards(module, blocks) if config.compile and sees_whole else (0, None)
-    checkpoint_blocks(module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs)
+    checkpoint_blocks(
+        module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles
+    )
     take_over_checkpointing(module)
     if config.compile and not sees_whole:
         left = compile_blocks(module, blocks)

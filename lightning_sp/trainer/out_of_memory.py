@@ -17,7 +17,14 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, GIB, StepBytes, bytes_per_token, step_bytes
+from lightning_sp.parallelize.memory.memory_prediction import (
+    CANDIDATES,
+    GIB,
+    TILED,
+    StepBytes,
+    bytes_per_token,
+    step_bytes,
+)
 from lightning_sp.parallelize.memory.model_bytes import largest_unit_bytes, model_bytes, step_of_shapes
 
 # Remedies that a message names, and the least that one saves, of what activations need.
@@ -70,7 +77,8 @@ def explain_out_of_memory(
     has_words = bool(error.args) and isinstance(error.args[0], str)  # what Lightning's test reads
     if mesh is None or batch is None or not has_words or not is_oom_error(error):
         return
-    tokens, trainer = batch.local_tokens, module.trainer
+    trainer: Any = module.trainer
+    tokens = batch.local_tokens
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     checkpoints = block_checkpoints(module)
     whole = model_bytes(module, checkpoints.blocks, (), device)
@@ -82,7 +90,10 @@ def explain_out_of_memory(
         freed_in_backward=0 if _needs_all_gradients(module) else max(0, whole.gradients - largest_unit_bytes(module)),
     )
     policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
-    left = checkpoints.activations.step or step_of_shapes(module, checkpoints.blocks, trainer.precision)
+    left = checkpoints.activations.step or step_of_shapes(
+        module, checkpoints.blocks, trainer.precision, checkpoints.tiles
+    )
+    left = left.offering(tiles=checkpoints.can_tile(trainer.strategy.sees_whole_sequences), horizon=checkpoints.horizon)
     activations = step_bytes(policy, left, tokens)
     most_shards = int(mesh.base.size()) // mesh.tensor_parallel_size
     known = remedies(
@@ -90,11 +101,12 @@ def explain_out_of_memory(
         on_gpu=device.type == "cuda",
     )  # fmt: skip
     least = _LEAST * activations
+    followed = ", ".join(f"{name}={value!r}" for name, value in checkpoints.as_options(policy).items())
     shown = [f"{what} ({_size(less)} less)" for what, less in known if less > least][:_SHOWN]
     error.args = (
         f"{error.args[0]}\nsequence_parallel: out of memory after {trainer.global_step:,} steps, at {tokens:,} tokens of this rank. Parameters "
         f"{_size(held.parameters)}, gradients {_size(held.gradients)}, optimizer {_size(held.optimizer)}, whole at a time for FSDP up to "
-        f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with activation_checkpointing={policy!r}. What would need "
+        f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with {followed}. What would need "
         f"less, the cheapest in time first: {'; '.join(shown)}",
     )
 
@@ -134,11 +146,15 @@ def remedies(
     for other in ("selective", "full"):
         if CANDIDATES.index(other) > CANDIDATES.index(policy):
             yield f"activation_checkpointing={other!r}", whole - step_bytes(other, step, tokens)
-    if config.activation_offload == "none":
+    under_full = whole - step_bytes("full", step, tokens)
+    in_tiles = whole - step_bytes("full_tiled", step, tokens)
+    if policy not in TILED and in_tiles > under_full:
+        yield "activation_checkpointing='full' with mlp_tile_tokens='auto'", in_tiles
+    if config.fixed_offload == "none" and policy != "full_offloaded" and not config.compile:
         inputs = sum(block.inputs for block in step.blocks if block) / step.tokens * tokens
-        under_full = whole - step_bytes("full", step, tokens)
         where = "host" if on_gpu else "disk"
-        yield f"activation_checkpointing='full' with activation_offload={where!r}", under_full + inputs
+        tiles, under = (" with mlp_tile_tokens='auto'", in_tiles) if policy in TILED else ("", under_full)
+        yield f"activation_checkpointing='full'{tiles} with activation_offload={where!r}", under + inputs
     if on_gpu and not config.cpu_offload:
         yield "cpu_offload=True", float(held.shards)
     yield (

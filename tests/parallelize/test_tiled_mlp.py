@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sp.parallelize.tiled_mlp import TiledMLP, tile_mlps, without_tiles
+from lightning_sp.parallelize.tiled_mlp import MlpTiles, TiledMLP, tile_mlps, without_tiles
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.trainer import scenarios
 from tests.trainer.test_fit import same_run
@@ -109,6 +109,67 @@ def test_a_hook_sees_whole_tensors():
     block.mlp.up.register_forward_hook(lambda module, args, out: seen.append(out.shape[1]))
     gradients(block, torch.randn(1, 16, 8))
     assert seen == [16]
+
+
+def test_tiles_are_switched_between_steps_and_leave_nothing_behind():
+    torch.manual_seed(0)
+    block, x = Block(MLP()).double(), torch.randn(2, 23, 8, dtype=torch.float64)
+    names, expected = ["out", "x", *dict(block.named_parameters())], gradients(block, x)
+    tiles = MlpTiles([block])
+    assert tiles.can_tile() == [True]
+    tiles.use(True)
+    gradients(block, x)  # the first one tries
+    for on in (False, True, True, False, True, False):
+        tiles.use(on)
+        with WidestTensor() as widest:
+            actual = gradients(block, x)
+        assert widest.elements == 24 * (8 if on else 46)
+        assert ("forward" in vars(block.mlp)) == on
+        assert_sharded_equals_unsharded(actual, expected, names)
+        assert on or all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_an_mlp_that_was_given_another_forward_has_it_again():
+    block = Block(MLP())
+    own = block.mlp.forward = block.mlp.forward
+    tiles = MlpTiles([block])
+    tiles.use(True)
+    assert block.mlp.forward is not own
+    tiles.use(False)
+    assert block.mlp.forward is own
+    # One that is given later is left alone.
+    tiles.use(True)
+    later = block.mlp.forward = lambda x: x
+    tiles.use(False)
+    assert block.mlp.forward is later
+
+
+def test_blocks_without_an_mlp_and_one_that_looks_at_other_tokens_have_nothing_to_tile():
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+    blocks = [Block(OverTokens()), Written(), Block(MLP())]
+    tiles = MlpTiles(blocks)
+    assert tiles.can_tile() == [True, False, True]
+    assert tiles.widths() == [(48, 8), (0, 0), (48, 8)]
+    tiles.use(True)
+    with pytest.warns(UserWarning, match="it runs whole"):
+        gradients(blocks[0], torch.randn(1, 40, 8))
+    assert tiles.can_tile() == [False, False, True]
+    blocks[2].mlp.up.register_forward_hook(lambda module, args, out: None)
+    assert tiles.can_tile() == [False, False, False]
+
+
+def test_an_mlp_that_is_called_by_the_name_of_its_input_runs_in_tiles():
+    mlp = MLP().double()
+    tile_mlps([Block(mlp)], 4)
+    x = torch.randn(1, 16, 8, dtype=torch.float64, requires_grad=True)
+    mlp(x=x)  # the first call tries
+    with WidestTensor() as widest:
+        mlp(x=x)
+    assert widest.elements == 24 * 4
 
 
 @pytest.mark.parametrize("strategy", [dict(ulysses_size=2), dict(ring_size=2, activation_checkpointing=True)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
-from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes, cheapest_policy
 from lightning_sp.parallelize.memory.model_bytes import step_of_shapes
 from lightning_sp.step import auto_checkpointing
 from tests.instruments.told import told
@@ -51,9 +51,11 @@ class Followed(Plain):
     def __init__(self, build: Any) -> None:
         super().__init__(build)
         self.of_blocks: list[list[str]] = []
+        self.policies: list[str] = []
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         self.of_blocks.append(list(block_checkpoints(self).of_block))
+        self.policies.append(block_checkpoints(self).policy)
 
 
 @contextlib.contextmanager
@@ -66,11 +68,33 @@ def machine_of(mib: float | None) -> Iterator[None]:
         yield
 
 
+# Its inputs are larger than the gradients of its weights, and more so what is wide in its MLPs.
+TILED = partial(Llama, LlamaConfig(vocab_size=VOCAB, dim=64, num_layers=3, num_heads=4, num_kv_heads=4, hidden_dim=256))
+
+
+@contextlib.contextmanager
+def budget_between(policies: tuple[str, str] | None) -> Iterator[None]:
+    """Let all choices but the first find a budget in the middle of what two policies need."""
+    if policies is None:
+        yield
+        return
+    looked_at: list[Sequence[int]] = []
+
+    def chosen(peaks: Sequence[int], budget: int) -> str | None:
+        looked_at.append(peaks)
+        needed = [peaks[CANDIDATES.index(each)] for each in policies]
+        return cheapest_policy(peaks, sum(needed) // 2 if len(looked_at) > 1 else budget)
+
+    with patch.object(auto_checkpointing, "cheapest_policy", chosen):
+        yield
+
+
 def budgeted(
     world: int,
     lengths: list[int],
     strategy: dict[str, Any],
     machine_mib: float | None = None,
+    between: tuple[str, str] | None = None,
     build: Any = WIDE,
     precision: Any = "32-true",
 ) -> dict[str, Any]:
@@ -82,6 +106,7 @@ def budgeted(
         strategy: its options.
         machine_mib: of the machine's memory, above what is resident when a policy is chosen: how much that is depends on what ran before in this
             process. None for this machine's.
+        between: policies, for `budget_between`.
         build: makes the model.
         precision: of the Trainer.
     """
@@ -90,21 +115,31 @@ def budgeted(
     gc.collect()
     trainer = quiet_trainer(world, strategy=strategy, precision=precision)
     answer: dict[str, Any] = {"error": ""}
-    with told() as lines, machine_of(machine_mib):
+    with told() as lines, machine_of(machine_mib), budget_between(between):
         try:
             trainer.fit(module, DataLoader(Rows(lengths), batch_size=1))
         except SequenceParallelError as error:
             answer["error"] = str(error)
     checkpoints = block_checkpoints(module)
-    step, shapes = checkpoints.activations.step, step_of_shapes(module, checkpoints.blocks, precision)
+    step, shapes = (
+        checkpoints.activations.step,
+        step_of_shapes(module, checkpoints.blocks, precision, checkpoints.tiles),
+    )
     answer |= {
         "losses": module.losses,
         "grads": module.raw_grads,
         "of_blocks": module.of_blocks,
         "told": [line for line in lines if "from this step on" in line or "are predicted" in line],
+        "policies": module.policies,
         "casts": step and [cast_bytes(policy, step) for policy in CANDIDATES],
         "estimated": step
         and [b.kept * step.tokens / a.kept for a, b in zip(step.blocks, shapes.blocks, strict=True) if a and b],
+        "estimated_tiled": step
+        and [
+            b.computed("full_tiled") * step.tokens / a.computed("full_tiled")
+            for a, b in zip(step.blocks, shapes.blocks, strict=True)
+            if a and b
+        ],
         "measured": step and (step.tokens, [bytes_per_token(policy, step) for policy in CANDIDATES]),
     }
     return answer

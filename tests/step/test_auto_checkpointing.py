@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 
+from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.step import auto_checkpointing_ranks as ranks
 
 NONE, SELECTIVE = ["none"] * 8, ["selective"] * 8
@@ -50,12 +51,40 @@ def test_a_longer_batch_recomputes_and_a_line_says_so(answers):
             assert "activation_checkpointing=selective from this step on: 2,048 tokens of a rank" in auto["told"][0]
 
 
+def test_where_full_does_not_fit_mlps_run_in_tiles_and_then_inputs_leave(pools, tmp_path):
+    """What runs is what no checkpoint gives, and inputs that leave change no bit. Never stays never."""
+    common = dict(world=2, lengths=[64, 1024], build=ranks.TILED, precision="64-true")
+    off = dict(**LAYOUT, preflight=False)
+    files = dict(offload_folder=str(tmp_path), activation_loading_horizon=1)
+    cases = [
+        dict(**common, strategy=dict(**off, activation_checkpointing="none")),
+        dict(**common, strategy=off, between=("full", "full_tiled")),
+        dict(**common, strategy=dict(**off, **files), between=("full_tiled", "full_offloaded")),
+        dict(**common, strategy=dict(**off, mlp_tile_tokens=None), between=("full", "full_tiled")),
+    ]
+    for number, (plain, tiled, leaving, never) in enumerate(pools(2).run(ranks.all_budgeted, cases)):
+        assert tiled["policies"] == ["auto", "full_tiled"], tiled["told"]
+        assert leaving["policies"] == ["auto", "full_offloaded"], leaving["told"]
+        assert never["policies"] == ["auto", "full"], never["told"]
+        for ours, theirs in zip(tiled["grads"], plain["grads"], strict=True):
+            assert_sharded_equals_unsharded([*ours.values()], [*theirs.values()], [*theirs])
+        assert leaving["losses"] == tiled["losses"]
+        for ours, theirs in zip(leaving["grads"], tiled["grads"], strict=True):
+            assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())
+        if number == 0:
+            said = "sequence_parallel: activation_checkpointing=full, mlp_tile_tokens=auto"
+            assert f"{said} from this step on: 512 tokens of a rank" in tiled["told"][0]
+            assert f"{said}, activation_offload=disk from this step on" in leaving["told"][0]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_what_is_estimated_of_a_block_is_a_little_more_than_is_measured(pools, precision):
     # Where nothing is measured: on one device, without a preflight, in compiled code.
     fitted = dict(world=2, lengths=[256], strategy=dict(**LAYOUT, preflight=False), precision=precision)
     for rank in pools(2).run(partial(ranks.budgeted, build=ranks.USUAL, **fitted)):
         assert all(1.0 <= ratio <= 1.5 for ratio in rank["estimated"]), rank["estimated"]
+        # So it is without what is wide in MLPs, which is taken off.
+        assert all(1.0 <= ratio <= 2.5 for ratio in rank["estimated_tiled"]), rank["estimated_tiled"]
 
 
 def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
@@ -63,8 +92,8 @@ def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):
         (crop, of_crop), (step, of_step) = rank[0]["measured"], rank[1]["measured"]
         assert crop <= step == 128
         assert of_crop == pytest.approx(of_step, rel=0.03)
-        none, *_, selective, full = of_step
-        assert none > selective > full
+        none, *_, selective, full, tiled, _ = of_step
+        assert none > selective > full > tiled
         # Eight blocks and half of one for its gradients.
         assert none == pytest.approx(8.5 * 16.6 * 1024, rel=0.15)
 
@@ -84,7 +113,7 @@ def test_under_autocast_a_crop_leaves_what_a_step_does_and_casts_of_weights_once
             assert step["measured"][0] == 128
             assert crop["measured"][1] == pytest.approx(step["measured"][1], rel=0.03)
         for each in (crop, *steps):
-            none, every_4, every_2, selective, full = each["casts"]
+            none, every_4, every_2, selective, full, *_ = each["casts"]
             assert selective == full < 3 * of_block
             assert [none - selective, every_4 - selective, every_2 - selective] == [
                 7 * of_block,
@@ -98,7 +127,8 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     assert len(messages) == 1
     (message,) = messages
     found = re.fullmatch(
-        r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='\w+', of a budget of (.*)",
+        r"128 tokens of a rank are predicted to need (.*) GiB at least, with activation_checkpointing='\w+'(?:, mlp_tile_tokens='auto')?, "
+        r"of a budget of (.*)",
         message,
     )
     assert found

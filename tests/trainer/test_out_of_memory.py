@@ -53,6 +53,27 @@ def test_what_remedies_save(on_gpu):
     assert torch.tensor([*found.values()]).min() > 0
 
 
+def test_tiles_are_a_remedy_and_where_they_run_inputs_that_leave():
+    block = BlockBytes(kept=1000, attention=200, inputs=50, wide=600, tile=40)
+    step = StepBytes(tokens=10, blocks=(block,) * 4, outside=0)
+    held = Held(parameters=0, gradients=0, optimizer=0, gathered=0)
+    config = StrategyConfig()
+    given = dict(ranks=2, world=2, shard_size=2, on_gpu=True)
+    # By hand, a token: none 4 x 100 + 50, full 4 x 5 + 95 + 50, in tiles 4 x 5 + 35 + 20, and one and a half tiles whatever the tokens.
+    found = dict(remedies(held, step, 20, "none", config, **given))
+    assert found["activation_checkpointing='full'"] == 285 * 20
+    assert found["activation_checkpointing='full' with mlp_tile_tokens='auto'"] == 375 * 20 - 60
+    found = dict(remedies(held, step, 20, "full_tiled", config, **given))
+    assert (
+        found["activation_checkpointing='full' with mlp_tile_tokens='auto' with activation_offload='host'"] == 20 * 20
+    )
+    assert not any("mlp_tile" in each for each in dict(remedies(held, step, 20, "full_offloaded", config, **given)))
+    whole = step.offering(tiles=[False] * 4, horizon=0)
+    assert not any("mlp_tile" in each for each in dict(remedies(held, whole, 20, "none", config, **given)))
+    compiled = dict(remedies(held, whole, 20, "none", StrategyConfig(compile=True), **given))
+    assert not any("activation_offload" in each for each in compiled)
+
+
 def test_gradients_that_a_run_does_not_need_at_once_are_a_remedy():
     step = StepBytes(tokens=10, blocks=(BlockBytes(kept=1000, attention=200, inputs=50),), outside=0)
     held = Held(parameters=8000, gradients=8000, optimizer=16000, gathered=0, freed_in_backward=7000)

@@ -49,14 +49,17 @@ def offload_activations(
 
     Args:
         root: the model.
-        options: the tier, the horizon and the folder.
+        options: the tier, the horizon and the folder. By `activation_offload="auto"` a policy switches it on and off, and it begins off.
         device: of the activations.
         blocks: that are checkpointed.
 
     Raises:
         SequenceParallelError: a block is compiled, or a rank cannot write to its folder.
     """
-    if options.activation_offload == "none":
+    tier, waits = options.fixed_offload, options.activation_offload == "auto"
+    if waits:
+        tier = "host" if device.type == "cuda" else "disk" if options.offload_folder is not None else "none"
+    if tier == "none":
         return None
     compiled = {part for each in compiled_modules(root) for part in each.modules()}
     if found := [each for each in blocks if each in compiled or not compiled.isdisjoint(each.modules())]:
@@ -65,13 +68,13 @@ def offload_activations(
             "its own graph what is saved for the backward; leave torch.compile out, or activation_offload='none'"
         )
     store: Store
-    if options.activation_offload == "disk":
+    if tier == "disk":
         folder = Path(options.offload_folder or tempfile.gettempdir())
         comm.agree(_why_not_written(folder))
         store = DiskStore(folder)
     else:
         store = PinnedHostStore(device, pins=device.type == "cuda")
-    offload = ActivationOffload(store, options.activation_loading_horizon, len(blocks))
+    offload = ActivationOffload(store, options.activation_loading_horizon, len(blocks), tier=tier, waits=waits)
     setattr(root, _ATTRIBUTE, offload)
     return offload
 
@@ -112,10 +115,16 @@ class ActivationOffload:
         store: where they go.
         horizon: how many may be in memory.
         num_blocks: whose inputs leave in a forward.
+        tier: what the store is: "host" or "disk".
+        waits: whether a checkpoint policy switches it; else it is on.
+
+    Attributes:
+        is_on: whether inputs leave in the next forward.
     """
 
-    def __init__(self, store: Store, horizon: int, num_blocks: int) -> None:
-        self._store, self._horizon, self._num_blocks = store, horizon, num_blocks
+    def __init__(self, store: Store, horizon: int, num_blocks: int, *, tier: str = "disk", waits: bool = False) -> None:
+        self._store, self.horizon, self._num_blocks = store, horizon, num_blocks
+        self.tier, self.waits, self.is_on = tier, waits, not waits
         # Of the disk, before anything was written, and what a forward needs of it.
         self._free_bytes = self._needed_bytes = 0
         self._told = False  # that the disk is full
@@ -154,7 +163,7 @@ class ActivationOffload:
         Raises:
             SequenceParallelError: the disk of a node is smaller than what its ranks need.
         """
-        if not isinstance(self._store, DiskStore):
+        if not self.is_on or not isinstance(self._store, DiskStore):
             return
         folder = self._store.folder
         own = _Room(
@@ -199,7 +208,7 @@ class ActivationOffload:
         self._saved[self._next] = saved
         self._next += 1
         self._leaving.append(stored)
-        while len(self._leaving) > self._horizon - 1:  # with the input of the block that runs
+        while len(self._leaving) > self.horizon - 1:  # with the input of the block that runs
             self._leaving.popleft().wait_until_away()
         return saved
 
@@ -239,7 +248,7 @@ class ActivationOffload:
     def _before(self, number: int) -> list[_Saved]:
         """Return what the backward needs next, as many as the horizon leaves."""
         waiting = [each for each in list(self._saved.values()) if each.number < number and not each.is_taken]
-        return sorted(waiting, key=lambda each: -each.number)[: self._horizon - 1]
+        return sorted(waiting, key=lambda each: -each.number)[: self.horizon - 1]
 
 
 class _Kept:

@@ -1,11 +1,13 @@
 """What a step leaves for its backward, measured while it runs forward: each memory once, and parameters not at all.
 
 Per block what autograd saves, and of that what the attention operator returned and the block's input, which are what checkpoint policies keep.
+Of it, too, what MLPs that could run in tiles save beside their input: the tiles would not.
 Casts of weights are counted by themselves, as far as they are alive when the forward has ended: they do not grow with its tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -19,6 +21,7 @@ from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.memory.memory_prediction import BlockBytes, StepBytes
 from lightning_sp.parallelize.memory.weight_casts import WeightCasts, storage_key
+from lightning_sp.parallelize.tiled_mlp import MlpTiles, TiledMLP
 
 # A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
 _MORE_COPIES_OF_LOGITS = 2
@@ -27,11 +30,17 @@ _MORE_COPIES_OF_LOGITS = 2
 class ActivationBytes:
     """Measures a step; a class because blocks are measured one after the other.
 
-    `step` is the longest one that was measured, None before any.
+    Args:
+        num_blocks: of the model.
+        tiles: of their MLPs; None where none can run in tiles.
+
+    Attributes:
+        step: the longest one that was measured, None before any.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, tiles: MlpTiles | None = None) -> None:
         self.step: StepBytes | None = None
+        self._tiles = tiles
         self._blocks: list[BlockBytes | None] = [None] * num_blocks
         self._casts: WeightCasts | None = None
         self._num_running = 0
@@ -66,9 +75,11 @@ class ActivationBytes:
         hidden = next((each for each in given if each.is_floating_point()), None)
         saved: dict[int, torch.UntypedStorage] = {}
         within = nullcontext() if (casts := self._casts) is None else casts.within(number, block)
+        mlps = _OfMlps(saved)
+        noted = nullcontext() if self._tiles is None else self._tiles.noted(number, mlps.run)
         self._num_running += 1
         try:
-            with within, _saved_into(saved), _AttentionOutputs() as attention:
+            with within, noted, _saved_into(saved), _AttentionOutputs() as attention:
                 output = forward(*args, **kwargs)
         finally:
             self._num_running -= 1
@@ -77,12 +88,44 @@ class ActivationBytes:
         if casts is not None:
             others |= {key for key in saved if casts.is_cast(key)}
         before = self._blocks[number] or BlockBytes(kept=0, attention=0, inputs=0)
+        wide, tile = mlps.num_bytes(others)
         self._blocks[number] = BlockBytes(
             kept=before.kept + inputs + _total(saved, others),
             attention=before.attention + _total(attention.storages, others),
             inputs=before.inputs + inputs,
+            wide=before.wide + wide,
+            tile=max(before.tile, tile),
         )
         return output
+
+
+class _OfMlps:
+    """Notes what MLPs save beside their input while a block runs; a class because a block may have several.
+
+    Args:
+        saved: by the block, to which what they save belongs, too.
+    """
+
+    def __init__(self, saved: dict[int, torch.UntypedStorage]) -> None:
+        self._saved = saved
+        # Of each, what it has saved, and the share of a tile in its tokens.
+        self._found: list[tuple[dict[int, torch.UntypedStorage], float]] = []
+
+    def run(self, tiled: TiledMLP, x: Tensor) -> Any:
+        """Run one."""
+        inside: dict[int, torch.UntypedStorage] = {}
+        with _saved_into(inside):
+            output = tiled.forward(x)
+        self._saved.update(inside)
+        inside.pop(storage_key(x), None)  # tiles are cut of it
+        if num_tokens := x[..., 0].numel():
+            self._found.append((inside, tiled.tokens_of_tile(x.shape[-1]) / num_tokens))
+        return output
+
+    def num_bytes(self, others: Collection[int]) -> tuple[int, int]:
+        """Return the bytes of all of them and the most of one tile, but for some memory."""
+        sizes = [(_total(inside, others), share) for inside, share in self._found]
+        return sum(size for size, _ in sizes), math.ceil(max((size * share for size, share in sizes), default=0))
 
 
 class _AttentionOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -15,6 +15,7 @@ from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
 from lightning_sp.parallelize.memory.memory_prediction import ModelBytes, StepBytes, estimated_step
+from lightning_sp.parallelize.tiled_mlp import MlpTiles
 
 # What an optimizer keeps for each element of a parameter, by the name of its class; others are taken for Adam.
 _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}
@@ -78,14 +79,24 @@ def _gradient_bytes(parameter: Any) -> int:
     return math.prod(parameter.padded_sharded_param_size) * sharded.element_size() if sharded.requires_grad else 0
 
 
-def step_of_shapes(module: nn.Module, blocks: Sequence[nn.Module], precision: str) -> StepBytes:
-    """Return what one token leaves, by the shapes of parameters alone, and the Trainer's precision: under "bf16-mixed" products are halved."""
+def step_of_shapes(
+    module: nn.Module, blocks: Sequence[nn.Module], precision: str, tiles: MlpTiles | None = None
+) -> StepBytes:
+    """Return what one token leaves, by the shapes of parameters alone, and the Trainer's precision: under "bf16-mixed" products are halved.
+
+    Args:
+        module: sharded.
+        blocks: of it.
+        precision: of the Trainer.
+        tiles: of the blocks' MLPs; None where none can run in tiles.
+    """
     widths = [sum(sum(gathered_shape(each)[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
     tables = [each.shape[0] for each in _outside(module, blocks) if each.dim() == 2]
     element: float = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
     if element == _HALF or "mixed" in precision:
         element = _HALF_AND_WHOLE
-    return estimated_step(widths, max(tables, default=0), element)
+    mlps = [(0, 0)] * len(blocks) if tiles is None else tiles.widths()
+    return estimated_step(widths, max(tables, default=0), element, mlps)
 
 
 def _state_bytes(optimizer: str, parameter: Tensor) -> int:

@@ -178,14 +178,14 @@ MEMORY = (
     fault(
         "every input of a block brought back at once",
         "parallelize/activation_offload/horizon.py",
-        "[: self._horizon - 1]",
+        "[: self.horizon - 1]",
         "",
         f"{OFFLOAD}::test_gradients_are_bitwise_equal_and_a_horizon_is_in_memory[2-]",
     ),
     fault(
         "inputs that leave while the block that made them has long gone on",
         "parallelize/activation_offload/horizon.py",
-        "while len(self._leaving) > self._horizon - 1:",
+        "while len(self._leaving) > self.horizon - 1:",
         "while False:",
         f"{OFFLOAD}::test_at_most_a_horizon_of_inputs_is_on_its_way_out[3]",
     ),
@@ -195,6 +195,20 @@ MEMORY = (
         "numbers = [-budget, batch.local_tokens, ",
         "numbers = [-budget, 1, ",
         "tests/step/test_auto_checkpointing.py::test_a_longer_batch_recomputes_and_a_line_says_so",
+    ),
+    fault(
+        "tiles that auto chose and nothing switches on",
+        "parallelize/activation_checkpointing.py",
+        "self.tiles.use(policy in TILED)",
+        "self.tiles.use(False)",
+        f"{BYTES}::test_what_is_alive_in_a_step_is_no_more_than_predicted_and_not_far_from_it[full_tiled]",
+    ),
+    fault(
+        "inputs that leave counted as all in memory",
+        "parallelize/memory/memory_prediction.py",
+        "[: step.horizon]",
+        "[:]",
+        "tests/parallelize/memory/test_memory_prediction.py::test_where_inputs_leave_a_horizon_of_the_largest_is_in_memory",
     ),
     fault(
         "a longer batch that is not looked at",

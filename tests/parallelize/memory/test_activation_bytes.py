@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.models import Llama, LlamaConfig
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, measured_step, refuses_measuring
+from lightning_sp.parallelize.activation_checkpointing import (
+    BlockCheckpoints,
+    checkpoint_blocks,
+    measured_step,
+    refuses_measuring,
+)
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
-from lightning_sp.parallelize.memory.memory_prediction import StepBytes
+from lightning_sp.parallelize.memory.memory_prediction import StepBytes, step_bytes
+from lightning_sp.parallelize.tiled_mlp import MlpTiles
 from lightning_sp.weights.autocast import AutocastWeight, WeightReads
+from tests.instruments.live_storages import LiveStorages
 
 WIDTH = 32
 WEIGHT = WIDTH * WIDTH * 2  # bytes of a square one in bfloat16
@@ -89,6 +97,54 @@ def test_a_token_of_a_llamas_block_leaves_as_much_in_a_crop_as_in_a_step(cache_e
         # What autocast keeps is there under every policy: it is not the blocks' own.
         assert [block.casts for block in each.blocks] == [0 if cache_enabled else casts] * 2
         assert each.outside_casts == head + (2 * casts if cache_enabled else 0)
+
+
+def wide_llama(num_layers: int) -> tuple[Llama, BlockCheckpoints]:
+    """Return a model whose blocks are mostly MLP, and its checkpoints."""
+    torch.manual_seed(0)
+    size = dict(vocab_size=97, dim=64, num_heads=4, num_kv_heads=4, hidden_dim=1024)
+    model = Llama(LlamaConfig(num_layers=num_layers, **size))
+    blocks = list(model.layers)
+    return model, checkpoint_blocks(model, blocks, "auto", tiles=MlpTiles(blocks))
+
+
+def run(model: Llama, tokens: int) -> Tensor:
+    out: Tensor = model(torch.zeros(1, tokens, dtype=torch.long), position_ids=torch.arange(tokens)[None])
+    return out
+
+
+@pytest.mark.parametrize("tokens", [48, 512])
+@pytest.mark.parametrize("in_half", [False, True])
+def test_what_is_wide_in_the_mlp_of_a_block_and_in_a_tile_of_it_is_known(tokens, in_half):
+    model, checkpoints = wide_llama(2)
+    cast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False) if in_half else nullcontext()
+    with cast, measured_step(model, tokens):
+        held = run(model, tokens)
+    step = checkpoints.activations.step
+    del held
+    # gate, its silu, up and their product, of 1,024 features each, and in half the input's casts for gate and up. A tile has 64 tokens.
+    wide = (4 * 1024 + 2 * 64) * 2 if in_half else 4 * 1024 * 4
+    for block in step.blocks:
+        assert (block.wide, block.tile) == (wide * tokens, wide * 64)
+        assert block.kept > block.wide
+    assert not any("forward" in vars(layer.feed_forward) for layer in model.layers)
+
+
+@pytest.mark.parametrize("policy", ["none", "full", "full_tiled"])
+def test_what_is_alive_in_a_step_is_no_more_than_predicted_and_not_far_from_it(policy):
+    model, checkpoints = wide_llama(3)
+    with measured_step(model, 64):
+        held = run(model, 64)
+    step = checkpoints.activations.step
+    del held
+    checkpoints.use(policy)
+    run(model, 64).sum().backward()  # makes the gradients of weights
+    weights = list(model.parameters())
+    with LiveStorages([*weights, *(each.grad for each in weights), *model.buffers()]) as live:
+        run(model, 256).sum().backward()
+    # Each weight has its new gradient beside the sum for a moment.
+    new = 2 * max(each.nbytes for each in weights)
+    assert 0.6 < live.peak_bytes / (step_bytes(policy, step, 256) + new) <= 1
 
 
 def once(layer: nn.Module, x: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_sp.comm.failing_together import check_peers
@@ -156,8 +155,9 @@ class _SumOverRanks(torch.autograd.Function):
         return reduce_sum(tensor, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled() and grad_outputs[0].requires_grad:  # of a gradient penalty
+            return _eager_sum(grad_outputs[0], ctx.group), None
         return reduce_sum(grad_outputs[0], ctx.group), None
 
 
@@ -211,13 +211,25 @@ class _GatherOverRanks(torch.autograd.Function):
         return tuple(gather(tensor, group))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        size, elements = len(grad_outputs), grad_outputs[0].numel()
-        buffer = torch.cat([each.reshape(-1) for each in grad_outputs])
-        received = exchange(buffer, [elements] * size, [elements] * size, ctx.group).view(size, elements)
+        total: Tensor = _SumOfParts.apply(ctx.group, *grad_outputs)  # type: ignore[no-untyped-call]
+        return total.view(ctx.shape), None
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum of what all ranks have for this one, of a tensor for each rank; its mirror gives every rank the cotangents of all."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, *parts: Tensor) -> Tensor:
+        ctx.group, size, elements = group, len(parts), parts[0].numel()
+        buffer = torch.cat([each.reshape(-1) for each in parts])
+        received = exchange(buffer, [elements] * size, [elements] * size, group).view(size, elements)
         total = received.sum(0, dtype=torch.promote_types(received.dtype, torch.float32))
-        return total.to(received.dtype).view(ctx.shape), None
+        return total.to(received.dtype).view(parts[0].shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:
+        return (None, *_eager_gather(grad_outputs[0].contiguous(), ctx.group))
 
 
 def _eager_gather(tensor: Tensor, group: ProcessGroup) -> Any:

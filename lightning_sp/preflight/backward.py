@@ -46,8 +46,9 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
             if "storage of size 0" in text_of(error):
                 raise SequenceParallelError(
                     f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
-                    "torch.autograd.grad(..., create_graph=True), as a gradient penalty has it, is differentiated once more; write the penalty "
-                    "with finite differences, (critic(x + d) - critic(x)) / d.norm(), or leave it out"
+                    "what torch.autograd.backward(..., create_graph=True) gave is differentiated once more; have it from "
+                    "torch.autograd.grad(..., create_graph=True), or write the penalty with finite differences, "
+                    "(critic(x + d) - critic(x)) / d.norm()"
                 ) from error
             if not any(words in text_of(error) for words in _OF_FREED_WEIGHTS):
                 raise

@@ -22,7 +22,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.sequence_tensor import whole_of
 from lightning_sp.global_view.step_gradients import UNUSED, gradients_of_step
-from lightning_sp.parallelize import gradients_of_weights, whole_parameters, without_reduction
+from lightning_sp.parallelize import gathering_again, gradients_of_weights, whole_parameters, without_reduction
 
 
 @contextmanager
@@ -45,12 +45,13 @@ def inner_gradients(context: SequenceContext, module: nn.Module) -> Iterator[Non
         if apart or not (sharded or of_step):
             # A backward frees what units have gathered, which the step's own has yet to go through.
             with nullcontext() if apart else without_reduction(module):
-                return original(
+                return (gathering_again(module, original) if create_graph and not apart else original)(
                     outputs, inputs, grad_outputs, retain_graph, create_graph, only_inputs, allow_unused, is_grads_batched, materialize_grads
                 )  # fmt: skip
         _check(sharded, create_graph, is_grads_batched)
         asked = _Asked(
-            context=context, module=module, original=original, outputs=_list(outputs), seeds=_seeds(outputs, grad_outputs),
+            context=context, module=module, original=gathering_again(module, original) if create_graph else original,
+            outputs=_list(outputs), seeds=_seeds(outputs, grad_outputs),
             keeps_graph=create_graph if retain_graph is None else retain_graph, create_graph=create_graph,
             allow_unused=bool(allow_unused) or materialize_grads,
         )  # fmt: skip

@@ -45,6 +45,13 @@ class Hiding(Plain):
             teacher = self.teacher(batch["input_ids"], batch["position_ids"])
         return F.mse_loss(logits, teacher)
 
+    def policy(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return a policy's loss on its own answers, of advantages that add up to 0: its value is 0, whatever tokens a rank has."""
+        logp = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
+        ratio = torch.exp(logp - logp.detach())
+        advantages = torch.tensor([1.0, -1.0], dtype=logp.dtype)
+        return -torch.min(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None]).mean(1).mean()
+
     def term(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.kind != "exact":
             logits = logits.cumsum(1)
@@ -79,6 +86,8 @@ class Hiding(Plain):
         logits, targets = self.logits(batch), batch["shift_labels"]
         if self.kind == "slope":
             logits = self.gates[0] * logits + self.gates[1] * Backwards.apply(logits)
+        if self.kind == "policy":
+            return self.policy(logits, targets)
         ce = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         if self.kind == "teacher":
             return ce + self.distilled(batch, logits)

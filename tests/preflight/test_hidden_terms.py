@@ -35,6 +35,10 @@ CALLS = {
     "maximum": (lambda: torch.maximum(X, torch.full((2,), 5.0)), lambda: X + 5),
     "smaller": (lambda: torch.min(torch.full((2,), -5.0), X), lambda: X - 5),
     "small": (lambda: X.sum() * 1e-3, lambda: X.sum()),
+    "difference": (lambda: X - X.detach(), lambda: 0.1 * X.detach().sin()),
+    "difference from": (lambda: torch.sub(X.data, X), lambda: 0.1 * X.detach().sin()),
+    "subtracted times": (lambda: torch.sub(torch.ones(2), X, alpha=ZERO), lambda: 1 - X),
+    "quotient": (lambda: X / X.detach(), lambda: 1 + 0.1 * X.detach().sin()),
 }  # fmt: skip
 OPEN = {
     "a number": lambda: X * 2,
@@ -46,6 +50,9 @@ OPEN = {
     "the branch that is chosen": lambda: torch.where(torch.tensor(True), X, torch.ones(2)),
     "some slope": lambda: X.clamp(min=0.5),
     "both": lambda: torch.maximum(X, torch.zeros(2)),
+    "a difference": lambda: X - 2 * X.detach(),
+    "nothing from nothing": lambda: (X - X) - torch.zeros(2),
+    "the mean": lambda: X - X.detach().mean(),
 }
 
 
@@ -122,6 +129,14 @@ def test_a_teacher_that_is_the_student_at_first_hides_no_distance(pools):
         assert "and in teacher.embedding.weight" in found["error"]
         assert "which are copies of trained ones," in found["error"]
     for found in pools(2).run(ranks.fit, "teacher", "64-true", "auto"):
+        assert found == {"error": "", "whole": True}
+
+
+def test_a_policy_gradient_whose_value_is_always_the_same_hides_no_tokens(pools):
+    for found in pools(2).run(ranks.fit, "policy"):
+        assert "with what hidden_terms_ranks.py:" in found["error"], found["error"]
+        assert "has another loss on ranks that share a sequence" in found["error"]
+    for found in pools(2).run(ranks.fit, "policy", "64-true", "auto"):
         assert found == {"error": "", "whole": True}
 
 

@@ -132,8 +132,21 @@ def learned(self: Any, batch: Any) -> Tensor:
     )
 
 
+def penalty(self: Any, batch: Any) -> Tensor:
+    """A gradient penalty: the slope of a critic, a unit of FSDP's own, by what it sees; of neighbours, means, single tokens and spectra."""
+    states = self.embed(batch["input_ids"])
+    verdict = self.critic(states.mT).tanh().mean()
+    seen = states.detach().requires_grad_()
+    judged = self.critic(seen.mT)
+    values = judged.mean(-1).square() + judged[..., 3].tanh() + torch.fft.rfft(judged, dim=-1)[..., 1].abs().tanh()
+    (gradient,) = torch.autograd.grad(values.sum(), seen, create_graph=True)
+    slopes = gradient.flatten(1).norm(dim=1)
+    self.log("slope", slopes.mean())
+    return of_batch(self, batch) + 0.1 * (slopes - 1).square().mean() + 0.1 * verdict
+
+
 STEPS = {f.__name__: f for f in (
-    freelb, fast_gradient, virtual, of_weights, of_states_twice, inner_step, first_rows, first_order, teacher, learned,
+    penalty, freelb, fast_gradient, virtual, of_weights, of_states_twice, inner_step, first_rows, first_order, teacher, learned,
     of_schedule,
 )}  # fmt: skip
 
@@ -148,6 +161,7 @@ class Asking(Plain):
         self.model = tiny_gpt()
         self.model.unused = nn.Linear(5, 3)
         self.table, self.head, self.other = nn.Embedding(61, 32), nn.Linear(32, 61), nn.Linear(32, 61)
+        self.critic = nn.Sequential(nn.Conv1d(32, 8, 3, padding=1), nn.Tanh(), nn.Conv1d(8, 1, 2))
         for p in self.parameters():
             p.data += 0.1 * torch.randn_like(p)
 

@@ -8,8 +8,18 @@ from tests.trainer import inner_gradients_ranks as ranks
 from tests.trainer.test_penalties import same
 
 CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand")]
-# A gradient of embeddings, of hidden states and of weights, a second derivative, rows by number, and other weights in a module.
-USUAL = ("fast_gradient", "of_weights", "of_states_twice", "inner_step", "first_rows", "first_order", "by_hand")
+# A gradient penalty, a gradient of embeddings, of hidden states and of weights, a second derivative, rows by number, and other weights in a
+# module.
+USUAL = (
+    "penalty",
+    "fast_gradient",
+    "of_weights",
+    "of_states_twice",
+    "inner_step",
+    "first_rows",
+    "first_order",
+    "by_hand",
+)
 
 
 def hold(pools, strategy, world, cases):

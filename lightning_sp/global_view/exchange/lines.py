@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
@@ -25,7 +24,7 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 
 class _Exchange(torch.autograd.Function):
-    """Equal parts of numbers go to the ranks; its mirror is the same. Shapes: (n,) -> (n,)."""
+    """Equal parts of numbers go to the ranks; its mirror is the same, and has one again. Shapes: (n,) -> (n,)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -33,9 +32,8 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(x, group)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(grads[0], ctx.group), None
+        return _Exchange.apply(grads[0], ctx.group), None  # type: ignore[no-untyped-call]
 
 
 def _exchanged(x: Tensor, group: ProcessGroup) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
@@ -65,7 +64,7 @@ def plan_of(index: Tensor, source: Storage, target: Storage, device: torch.devic
 
 
 class _Move(torch.autograd.Function):
-    """The exchange of tokens in dim 0; its mirror sends cotangents back, and adds up those of a token that went to several places."""
+    """The exchange of tokens in dim 0."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: Plan, group: ProcessGroup) -> Tensor:
@@ -75,12 +74,22 @@ class _Move(torch.autograd.Function):
         return result.index_copy(0, plan.received, arrived)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        plan = ctx.plan
-        arrived = _exchanged(grads[0].index_select(0, plan.received), plan.num_received, plan.num_sent, ctx.group)
-        total = grads[0].new_zeros((ctx.num_tokens, *grads[0].shape[1:]))
-        return total.index_add(0, plan.sent, arrived), None, None
+        return _MoveBack.apply(grads[0], ctx.plan, ctx.group, ctx.num_tokens), None, None  # type: ignore[no-untyped-call]
+
+
+class _MoveBack(torch.autograd.Function):
+    """Its mirror: sends cotangents back, and adds up those of a token that went to several places. The mirror of this is the move again."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, plan: Plan, group: ProcessGroup, num_tokens: int) -> Tensor:
+        ctx.plan, ctx.group = plan, group
+        arrived = _exchanged(gradient.index_select(0, plan.received), plan.num_received, plan.num_sent, group)
+        return gradient.new_zeros((num_tokens, *gradient.shape[1:])).index_add(0, plan.sent, arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Move.apply(grads[0], ctx.plan, ctx.group), None, None, None  # type: ignore[no-untyped-call]
 
 
 def _exchanged(tokens: Tensor, sent: Sequence[int], received: Sequence[int], group: ProcessGroup) -> Tensor:

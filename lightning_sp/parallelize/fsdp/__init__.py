@@ -5,7 +5,7 @@ from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
 from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
-from lightning_sp.parallelize.fsdp.inner_backward import gradients_of_weights, without_reduction
+from lightning_sp.parallelize.fsdp.inner_backward import gathering_again, gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward, whole_parameters
 from lightning_sp.parallelize.fsdp.shard_model import (
@@ -36,6 +36,7 @@ __all__ = [
     "check_unsharded",
     "failing_together",
     "gathered",
+    "gathering_again",
     "gradients_of_weights",
     "is_freed_after_forward",
     "make_fsdp_root",

@@ -6,7 +6,7 @@ of its own, which leaves none behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -62,6 +62,52 @@ def without_reduction(root: nn.Module) -> Iterator[None]:
     finally:
         for group, reduces in zip(groups, before, strict=True):
             group.reduce_grads = reduces
+
+
+def gathering_again(root: nn.Module, gradients_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch.autograd.grad for gradients that have a graph: their own backward gathers again the units that this one goes through.
+
+    Args:
+        root: the sharded LightningModule.
+        gradients_of: torch's own.
+    """
+
+    def found_with_hooks(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        with _units_of_backward(root) as units:
+            found: tuple[Tensor | None, ...] = gradients_of(*args, **kwargs)
+        for each in found:
+            if each is None or not each.requires_grad:
+                continue
+            for unit in units:
+                each.register_hook(unit._get_fsdp_state()._pre_backward)  # type: ignore[no-untyped-call]
+        return found
+
+    return found_with_hooks
+
+
+@contextmanager
+def _units_of_backward(root: nn.Module) -> Iterator[list[Any]]:
+    """Yield the units that a backward gathers while this is entered, the root aside, which stays whole."""
+    found: list[Any] = []
+    owners = {id(group): unit for unit in fsdp_modules(root)[1:] for group in parameter_groups([unit])}
+    groups = [group for group in _groups(root) if id(group) in owners]
+
+    def noting(group: Any) -> Callable[..., None]:
+        before = group.pre_backward
+
+        def noted(*args: Any) -> None:
+            if owners[id(group)] not in found:
+                found.append(owners[id(group)])
+            before(*args)
+
+        return noted
+
+    with ExitStack() as undo:
+        for group in groups:
+            own = vars(group).get("pre_backward")  # of a call around this one, which a mode of torch hands on
+            undo.callback(*((delattr, group, "pre_backward") if own is None else (setattr, group, "pre_backward", own)))
+            group.pre_backward = noting(group)
+        yield found
 
 
 @contextmanager

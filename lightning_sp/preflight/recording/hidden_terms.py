@@ -3,9 +3,10 @@
     loss = ce + w * aux                   w = 0 while it is tried: d loss / d aux = 0, whatever aux is
     torch.where(flag, ce, ce + aux)       flag is True
     (kl - 1.0).clamp(min=0)               kl < 1 for every token
+    torch.exp(logp - logp.detach())       1 for every token: the loss is the same number whatever tokens a rank has
 
 Each is a call, known by its line and its number there, so that a whole run and one on shards can show the same. Shown, the number is 1, both
-branches count, and a clamp lets through what it is given.
+branches count, a clamp lets through what it is given, and of two that are equal one is a little larger, by its number.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ _TIMES = {"mul", "rmul", "imul", "multiply", "dot", "matmul", "rmatmul", "inner"
 _VECTORS_ALONE = {"dot", "matmul", "rmatmul", "inner"}
 _CLAMPS = {"clamp", "clamp_min", "clamp_max", "clip", "relu", "relu6"}
 _LARGER = {"maximum": 1, "fmax": 1, "max": 1, "minimum": -1, "fmin": -1, "min": -1}
+_DIFFERENCES = {"sub", "subtract", "isub"}
+_QUOTIENTS = {"div", "divide", "true_divide", "truediv", "idiv", "itruediv"}
+# How far two numbers that are equal are brought apart: a ratio of 1 stays within the bounds that policies are clipped at.
+_APART = 0.1
+# In units of the numbers' own precision: what two forwards may make of the same.
+_ROUNDINGS = 16
 _SCALED = {"add": "alpha", "sub": "alpha", "iadd": "alpha", "isub": "alpha", "addcmul": "value", "addcdiv": "value"}
 
 
@@ -246,9 +253,40 @@ def _sum_of_both(_: str, function: Any, args: tuple[Any, ...], kwargs: dict[str,
     return args[0] + args[1]
 
 
+# ---- what is equal to what it is compared with: a policy's probabilities to its own before the first step
+
+
+def _cancelled(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], follows: bool) -> Weights | None:
+    """Of `a - b` and `a / b`, of which one has a gradient, and the other is the same without."""
+    if (scaled := _scaled(name, args, kwargs, follows) if name in _SCALED else None) is not None:
+        return scaled
+    if len(args) != 2 or kwargs or not all(isinstance(each, Tensor) and each.is_floating_point() for each in args):
+        return None
+    a, b = args
+    if a.shape != b.shape or a.requires_grad == b.requires_grad:
+        return None
+    return () if follows or _are_equal(a.detach(), b.detach()) else None
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or torch._C._functorch.is_functorch_wrapped_tensor(a):
+        return False
+    largest = b.abs().max()
+    return bool((largest > 0) & ((a - b).abs().max() <= _ROUNDINGS * torch.finfo(a.dtype).eps * largest))
+
+
+def _brought_apart(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs:
+        return _scaled_by_one(name, function, args, kwargs)
+    a, b = args
+    other = _APART * torch.sin((b if a.requires_grad else a).detach())  # another for each number
+    return function(a, b) + other if name in _DIFFERENCES else function(a, b) * (1 + other)
+
+
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_TIMES, _Rule(_multiplied, _times_one)),
     **dict.fromkeys(_SCALED, _Rule(_scaled, _scaled_by_one)),
+    **dict.fromkeys(_DIFFERENCES | _QUOTIENTS, _Rule(_cancelled, _brought_apart)),
     **dict.fromkeys(_CLAMPS, _Rule(_saturated, _let_through)),
     **dict.fromkeys(_LARGER, _Rule(_outdone, _sum_of_both)),
     "lerp": _Rule(_between, _halfway),

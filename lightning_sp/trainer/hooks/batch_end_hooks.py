@@ -12,10 +12,13 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_sp.trainer.hooks.replaced_hooks import ReplacedHooks, hooks_of_user, reads_argument
 
 HOOKS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+# Where `write_on_batch_end` is handed the batch.
+_WRITTEN = 4
 
 
 class BatchEnd(NamedTuple):
@@ -48,6 +51,10 @@ class WholeBatchEnds:
                 self._reading.add(hook)
             if any(reads):
                 self._replaced.replace(owner, hook, self._handing(own, hook, reads, first))
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            # Its hook is Lightning's own, and hands the batch on.
+            if isinstance(callback, BasePredictionWriter) and reads_argument(callback.write_on_batch_end, _WRITTEN):
+                self._replaced.replace(callback, "write_on_batch_end", self._writing(callback.write_on_batch_end))
 
     def release(self) -> None:
         """Give every owner its own hook back."""
@@ -57,6 +64,14 @@ class WholeBatchEnds:
     def reads_outputs(self, step: str) -> bool:
         """Return whether a user's hook reads what a step of a name, `validation_step`, returns; the same on all ranks."""
         return f"on_{step.removesuffix('_step')}_batch_end" in self._reading
+
+    def _writing(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def written(*args: Any) -> Any:
+            handed = self._whole(BatchEnd(None, args[_WRITTEN]), (False, True), "on_predict_batch_end")
+            return own(*args[:_WRITTEN], handed.batch, *args[_WRITTEN + 1 :])
+
+        return written
 
     def _handing(self, own: Callable[..., Any], hook: str, reads: tuple[bool, bool], first: int) -> Callable[..., Any]:
         @wraps(own)

@@ -261,6 +261,13 @@ PREFLIGHT = (
         f"{HIDDEN_TEST}::test_a_call_that_hides_nothing_is_not_found[always]",
     ),
     fault(
+        "a policy's loss that is 0 whatever tokens a rank has, not looked behind",
+        "preflight/recording/hidden_terms.py",
+        "    return () if follows or _are_equal(a.detach(), b.detach()) else None\n",
+        "    return None\n",
+        f"{HIDDEN_TEST}::test_a_policy_gradient_whose_value_is_always_the_same_hides_no_tokens",
+    ),
+    fault(
         "a longer crop whose pieces are cut otherwise than the sequence's",
         "preflight/crops/crop.py",
         "        piece = most - (most - whole // multiple) % modulus\n",

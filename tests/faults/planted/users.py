@@ -587,6 +587,13 @@ USERS = (
         "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
+        "a gradient penalty of a unit whose weights FSDP2 has freed",
+        "parallelize/fsdp/inner_backward.py",
+        "                each.register_hook(unit._get_fsdp_state()._pre_backward)",
+        "                pass",
+        INNER,
+    ),
+    fault(
         "a penalty's gradient of a weight that no forward uses, taken away with FSDP's zeros",
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "queue(lambda: queue(act))",

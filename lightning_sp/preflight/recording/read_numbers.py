@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
+from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
 from lightning_sp.preflight.recording.users_lines import INSTALLED, compares_products
 
 # Functions whose result is true or false of each number, or of all.
@@ -149,7 +150,7 @@ def numbers_read(module: nn.Module, context: SequenceContext, name: str = "train
     own = vars(module).get(name)
     vars(module)[name] = noted
     try:
-        with mode:
+        with mode, nullcontext() if context.global_view else tensor_hooks_told(mesh.layout.size):
             yield mode
     finally:
         mode.forget()

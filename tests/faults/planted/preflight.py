@@ -744,6 +744,13 @@ PREFLIGHT = (
         "tests/preflight/test_read_numbers.py::test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences[count]",
     ),
     fault(
+        "a hook of a tensor that nobody is told of",
+        "preflight/recording/tensor_hooks.py",
+        "    for line in found.lines:",
+        "    for line in ():",
+        "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_of_a_tensor_keeps_is_said_to_be_a_parts",
+    ),
+    fault(
         "a flag that a number of a part decides for a hook",
         "preflight/recording/attributes.py",
         "        return value.numel() == 1 and _is_number(value) and",

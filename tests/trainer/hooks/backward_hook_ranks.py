@@ -1,4 +1,4 @@
-"""A full backward hook that keeps what it reads: what each rank runs in test_backward_hooks.py."""
+"""A hook, of a module or of a tensor, that keeps what it reads of a gradient: what each rank runs in test_backward_hooks.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from tests.trainer.tiny import Plain, TokenDataset, tiny_gpt
 class Norms(pl.Callback):
     """Keeps the norm of the gradient of a norm's output: of all tokens by the lines that the warning names."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_tensor: bool) -> None:
+        self.of_tensor = of_tensor
         self.own: list[float] = []
         self.whole: list[float] = []
 
@@ -28,7 +29,11 @@ class Norms(pl.Callback):
             self.own.append(float(gradients[0].norm()))
             self.whole.append(float(gradient.norm()))
 
-        pl_module.model.layers[0].attention_norm.register_full_backward_hook(hook)
+        norm = pl_module.model.layers[0].attention_norm
+        if self.of_tensor:
+            norm.register_forward_hook(lambda *given: given[2].register_hook(lambda g: hook(None, None, [g])) and None)
+        else:
+            norm.register_full_backward_hook(hook)
 
 
 class Hooked(Plain):
@@ -37,13 +42,13 @@ class Hooked(Plain):
         self.configure_model()
 
 
-def fit(strategy: dict[str, Any] | None, world: int) -> dict[str, Any]:
+def fit(strategy: dict[str, Any] | None, world: int, of_tensor: bool = False) -> dict[str, Any]:
     """Fit three steps under plain Lightning (None) or ours; what the hook has kept, and what was said."""
     torch.manual_seed(3)
-    norms = Norms()
+    norms = Norms(of_tensor)
     trainer = trainer_of(strategy, world, callbacks=[norms], max_epochs=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Hooked(), DataLoader(TokenDataset(6, 29), batch_size=2))
-    said = [str(each.message) for each in caught if "backward hooks of modules" in str(each.message)]
+    said = [str(each.message) for each in caught if "for the ranks' are averaged" in str(each.message)]
     return {"own": norms.own, "whole": norms.whole, "said": said}

@@ -1,4 +1,4 @@
-"""A module's backward hook has a part's gradient: that is said, with lines that give the whole."""
+"""A backward hook of a module or a tensor has a part's gradient: that is said, with lines that give the whole."""
 
 from __future__ import annotations
 
@@ -18,5 +18,18 @@ def test_what_a_hook_keeps_is_one_devices_by_the_lines_that_a_warning_names(pool
     assert said.startswith(
         "1 backward hooks of modules (model.layers.0.attention_norm) have the gradients of this rank's part"
     )
+    assert "strategy.unshard(gradient) / 2 in the hook" in said
+    assert expected["said"] == []
+
+
+def test_what_a_hook_of_a_tensor_keeps_is_said_to_be_a_parts(pools):
+    [expected] = pools(1).run(ranks.fit, None, 1, True)
+    found = pools(2).run(ranks.fit, dict(ring_size=2), 2, True)
+    for actual in found:
+        # The preflight's runs are behind: steps alone count.
+        assert actual["whole"][-3:] == pytest.approx(expected["whole"], rel=1e-10)
+        assert actual["own"][-3:] != pytest.approx(expected["own"], rel=1e-2)
+    [said] = found[0]["said"]
+    assert said.startswith("a hook of a tensor in backward_hook_ranks.py:")
     assert "strategy.unshard(gradient) / 2 in the hook" in said
     assert expected["said"] == []

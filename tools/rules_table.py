@@ -145,7 +145,7 @@ A slice along the sequence is a view on one device, and a copy here. `x[:, 0] +=
 tensor that you made, `out = torch.zeros(B, S, E)`, is made whole for it, as `out` is.
 
 `torch.vmap` over tokens runs on each rank's own; over rows or heads one after the other. `torch.autograd.grad(loss, x)`
-of a tensor of the sequence is one device's, for adversarial training say; with `create_graph=True` it is refused.
+of a tensor of the sequence is one device's: for adversarial training, and for gradient penalties (`create_graph=True`).
 
 A function of torch that is written in Python, most losses of `F` among them, needs no rule: it runs by the rules of its
 parts. So does an `autograd.Function` of yours: its `forward` and its `backward` run by the rules of what they call (a

@@ -22,7 +22,7 @@ from lightning_sp.step import auto_checkpointing
 from tests.instruments.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
-# 16.6 KiB for each token and layer: 272 MiB at 2,048 tokens of a rank.
+# 16.6 KiB for each token and layer: 136 MiB at 1,024 tokens of a rank.
 WIDE = partial(Llama, LlamaConfig(vocab_size=VOCAB, dim=64, num_layers=8, num_heads=4, num_kv_heads=4, hidden_dim=1024))
 
 # As wide for its heads as those that people train.

@@ -23,8 +23,8 @@ def answers(pools):
         # What is imported and loaded by a first fit is resident then.
         dict(lengths=[256, 256], strategy=LAYOUT),
         dict(lengths=[256, 256], strategy=dict(**off, memory_budget_gib=1000.0)),
-        dict(lengths=[512, 4096], strategy=LAYOUT, machine_mib=205),
-        dict(lengths=[512, 4096], strategy=dict(**off, activation_checkpointing="none")),
+        dict(lengths=[512, 2048], strategy=LAYOUT, machine_mib=110),
+        dict(lengths=[512, 2048], strategy=dict(**off, activation_checkpointing="none")),
         dict(lengths=[256], strategy=dict(**LAYOUT, memory_budget_gib=0.01)),
     ]
     return pools(2).run(ranks.all_budgeted, [dict(world=2, **case) for case in cases])
@@ -48,7 +48,7 @@ def test_a_longer_batch_recomputes_and_a_line_says_so(answers):
             assert all(torch.equal(ours[name], grad) for name, grad in theirs.items())
         assert len(auto["told"]) == (number == 0), auto["told"]
         if number == 0:
-            assert "activation_checkpointing=selective from this step on: 2,048 tokens of a rank" in auto["told"][0]
+            assert "activation_checkpointing=selective from this step on: 1,024 tokens of a rank" in auto["told"][0]
 
 
 def test_where_full_does_not_fit_mlps_run_in_tiles_and_then_inputs_leave(pools, tmp_path):

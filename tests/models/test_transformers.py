@@ -164,6 +164,7 @@ def test_a_page_reads_back_as_it_was_written():
     assert max(len(line) for line in text.splitlines()) <= 120
 
 
+@pytest.mark.slow
 def test_a_model_that_ends_or_stops_its_ranks_loses_no_other():
     with Worlds(limit_s=5.0) as worlds:
         first = worlds(2)

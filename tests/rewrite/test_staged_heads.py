@@ -159,6 +159,7 @@ def test_in_16_bits_gradients_are_as_near_as_without_stages(pools, precision):
             assert error <= 2 * allowed, (name, error, allowed)
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_saved_stages(pools):
     cases = [({**ULYSSES, **way}, 5, 32, 2) for way in (dict(ulysses_stages=2), STAGED)]
     for saved, staged in pools(2).run(ranks.evaluations, cases):

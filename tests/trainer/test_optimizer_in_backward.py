@@ -68,6 +68,7 @@ def test_a_fit_is_to_the_bit_that_of_steps_behind_the_backward(pools, world, lay
             assert one["most"] == 0, "without the option no unit is stepped by itself"
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_with_the_option_and_without(pools, tmp_path):
     """Both write the same checkpoint, and go on from the other's."""
     layout = dict(ring_size=2)

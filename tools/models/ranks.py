@@ -35,7 +35,8 @@ def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true"
         before = weights_of(module)
         loader = _loader(trial, module)
         torch.manual_seed(seed)
-        _trainer(strategy="auto", precision=precision).fit(module, loader)
+        losses = Losses()
+        _trainer(losses, strategy="auto", precision=precision).fit(module, loader)
     except Exception as error:
         return {"outcome": "not compared", "why": first_line(error), "where": traceback.format_exc()}
     after = weights_of(module)
@@ -43,7 +44,7 @@ def reference(trial: Trial, file: str, seed: int = 5, precision: str = "64-true"
         return {"outcome": "not finite", "why": "plain Lightning leaves weights that are not finite"}
     if all(torch.equal(before[name].to(tensor), tensor) for name, tensor in after.items()):
         return {"outcome": "not compared", "why": "its own step changes no weight"}
-    torch.save({"before": before, "after": after, "losses": module.losses}, file)
+    torch.save({"before": before, "after": after, "losses": losses.found}, file)
     num_parameters = sum(p.numel() for p in module.parameters())
     return {"outcome": "ran", "num_parameters": num_parameters, "num_images": loader.dataset.num_images}
 
@@ -55,16 +56,14 @@ def sharded(trial: Trial, layout: str, file: str, seed: int = 5) -> dict[str, An
     module = User(trial)
     loader = _loader(trial, module)
     torch.manual_seed(seed)
-    strategy = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring)
+    strategy, losses = SequenceParallelStrategy(ulysses_size=ulysses, ring_size=ring), Losses()
     try:
-        _trainer(strategy=strategy, num_ranks=ulysses * ring).fit(module, loader)
+        _trainer(losses, strategy=strategy, num_ranks=ulysses * ring).fit(module, loader)
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": in_one_line(error)}
-    finally:
-        gc.collect()
     expected = torch.load(file)
     said = {"why": "in the global view"} if strategy.sees_whole_sequences else {}
-    return {**said, **compare(weights_of(module), module.losses, expected)}
+    return {**said, **compare(weights_of(module), losses.found, expected)}
 
 
 def alarm(trial: Trial, layout: str, precision: str) -> dict[str, Any]:
@@ -78,8 +77,6 @@ def alarm(trial: Trial, layout: str, precision: str) -> dict[str, Any]:
         _trainer(strategy=strategy, num_ranks=ulysses * ring, precision=precision).fit(module, _loader(trial, module))
     except SequenceParallelError as error:
         return {"outcome": "refused", "why": in_one_line(error)}
-    finally:
-        gc.collect()
     return {"outcome": "ran"}
 
 
@@ -126,11 +123,22 @@ def in_one_line(error: SequenceParallelError) -> str:
     return f"{first} {tried}".strip()
 
 
-def _trainer(num_ranks: int = 1, **options: Any) -> pl.Trainer:
+class Losses(pl.Callback):
+    """Keeps the loss that each step logs; a list of the module's own would be tried at later lengths, as a counter is."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Keep it."""
+        self.found.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def _trainer(*callbacks: pl.Callback, num_ranks: int = 1, **options: Any) -> pl.Trainer:
     options = {"precision": "64-true", **trainer_of_ranks(num_ranks), **options}
     return pl.Trainer(
         max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, num_sanity_val_steps=0, **options,
+        enable_model_summary=False, num_sanity_val_steps=0, callbacks=list(callbacks), **options,
     )  # fmt: skip
 
 
@@ -151,9 +159,9 @@ def weights_of(module: pl.LightningModule) -> dict[str, Tensor]:
 
 
 def quiet() -> None:
-    """Show no warning, and no line of Lightning or transformers."""
-    if not gc.get_freeze_count():
-        gc.freeze()  # what is imported stays: to search it after each run would take a third of a run's time
+    """Show no warning, and no line of Lightning or transformers. Frees what the run before has left."""
+    gc.collect()
+    gc.freeze()  # what is imported stays: to search it after each run would take a third of a run's time
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logging.getLogger("transformers").setLevel(logging.ERROR)

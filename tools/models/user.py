@@ -56,14 +56,12 @@ class User(pl.LightningModule):
         super().__init__()
         self.form, self.wide = trial.form, trial.wide
         self.model = build(trial.case)
-        self.losses: list[float] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the loss of a batch."""
         with Float32AsFloat64() if self.wide else nullcontext():
             loss = self.model(**batch).loss if self.form == "own loss" else self.by_hand(dict(batch))
         self.log("train_loss", loss)
-        self.losses.append(float(loss.detach()))
         return loss
 
     def by_hand(self, batch: dict[str, Tensor]) -> Tensor:

@@ -5,7 +5,8 @@
     python -m tools.models --not-exact     what the page does not call exact again
     python -m tools.models --workers 2     so many at a time, each with worlds of its own
     python -m tools.models --precision bf16-mixed
-                                           the exact ones in another precision: prints which are refused there, and leaves the page as it is
+                                           the exact ones in another precision: prints which are refused there, and leaves the page as it is;
+                                           --layouts 2x2: in these layouts alone
 
 Each answer is kept at once in .cache/models.json, so a run goes on where another ended. Owns the order of the work; cases, runs and the
 page are in its siblings.
@@ -27,13 +28,17 @@ from lightning_sp.errors import closest
 from tools.models.answers import FILE, Answers, package_version
 from tools.models.batches import forms_of
 from tools.models.page import PAGE, exact, not_exact, write_page
+from tools.models.ranks import LAYOUTS
 from tools.models.registry import Case, entries, heads
 from tools.models.worlds import Pools, Worlds, alarms, answer
 
 Work = tuple[Case, str]  # a form of a case
+Ask = Callable[[Pools, Case, str], dict[str, Any]]
 
 
-def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str | None) -> None:
+def main(
+    words: Sequence[str], num_workers: int, limit_s: float, precision: str | None, layouts: Sequence[str] | None
+) -> None:
     """Run what is asked for, then write the page.
 
     Args:
@@ -41,7 +46,10 @@ def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str 
         num_workers: cases at a time.
         limit_s: of one training run.
         precision: of the Trainer, to look for false alarms in it; None: write the page.
+        layouts: to look for them in; None: all. The page has all.
     """
+    if layouts is not None and precision is None:
+        raise SystemExit("--layouts is given without --precision: a row of the page is of all layouts")
     cases = [*entries(), *heads()]
     answers = Answers(FILE, package_version())
     known = {case.model_type for case in cases}
@@ -53,7 +61,8 @@ def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str 
     every = [(case, form) for case in cases for form in forms_of(case.kind)]
     if precision is not None:
         chosen = [(case, form) for case, form in every if not words or case.model_type in words]
-        look_for_alarms(chosen, bool(words), num_workers, limit_s, precision)
+        ask = partial(alarms, precision=precision, layouts=layouts or tuple(LAYOUTS))
+        look_for_alarms(chosen, bool(words), num_workers, limit_s, precision, ask)
         return
     work = [(c, form) for c, form in every if (c.model_type in words if words else answers.of(c, form) is None)]
     run(work, answer, answers.add, num_workers, limit_s)
@@ -61,7 +70,9 @@ def main(words: Sequence[str], num_workers: int, limit_s: float, precision: str 
     print(f"wrote {PAGE}")
 
 
-def look_for_alarms(chosen: list[Work], renewed: bool, num_workers: int, limit_s: float, precision: str) -> None:
+def look_for_alarms(
+    chosen: list[Work], renewed: bool, num_workers: int, limit_s: float, precision: str, ask: Ask
+) -> None:
     """Run the cases that the page calls exact in another precision, and print which are refused there.
 
     Answers are kept at once in a file of this precision; those that are there are asked again if renewed.
@@ -71,7 +82,7 @@ def look_for_alarms(chosen: list[Work], renewed: bool, num_workers: int, limit_s
     asked = [(case, form) for case, form in chosen if (case.model_type, case.kind, form) in known]
     run(
         [(case, form) for case, form in asked if renewed or answers.of(case, form) is None],
-        partial(alarms, precision=precision),
+        ask,
         answers.add,
         num_workers,
         limit_s,
@@ -85,7 +96,7 @@ def look_for_alarms(chosen: list[Work], renewed: bool, num_workers: int, limit_s
 
 def run(
     work: list[Work],
-    ask: Callable[[Pools, Case, str], dict[str, Any]],
+    ask: Ask,
     note: Callable[[Case, str, dict[str, Any]], None],
     num_workers: int,
     limit_s: float,
@@ -125,10 +136,14 @@ if __name__ == "__main__":
         "--limit", type=float, default=120.0, metavar="S", help="seconds that one training run may take; 120"
     )
     parser.add_argument("--precision", help="of the Trainer, to look for false alarms in it: 32-true, bf16-mixed")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=list(LAYOUTS), metavar="UxR", help="with --precision: Ulysses by ring; all"
+    )
     arguments = parser.parse_args()
     main(
         [*arguments.types, *(not_exact() if arguments.not_exact else ())],
         arguments.workers,
         arguments.limit,
         arguments.precision,
+        arguments.layouts,
     )

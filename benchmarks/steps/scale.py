@@ -1,7 +1,7 @@
 """One rank of a large world, without the machines: what the host does in a step of training, counted.
 
     python -m benchmarks.steps.scale                          the table: worlds of 8 to 1,024 ranks
-    python -m benchmarks.steps.scale step --world 64 ...      one world, in detail: each wait, copy and collective with its line
+    python -m benchmarks.steps.scale step --size 64 ...      one world, in detail: each wait, copy and collective with its line
 
 A world is torch's fake process group, a device is simulated (`simulated_device`): nothing is computed, all of Lightning, FSDP2 and this
 package runs. Milliseconds are of this package's own lines but those of its models, by cProfile, which slows them down: the sum of each

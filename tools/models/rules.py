@@ -173,6 +173,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
     "ministral": {"head_dim": HEAD_DIM},
+    "nemo_speechlm": {"text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "nemotron": {"num_key_value_heads": KEY_VALUE_HEADS},
     "mobilebert": {"embedding_size": 32},
     # Its chunks and its axes divide the batch's 30 tokens.

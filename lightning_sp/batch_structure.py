@@ -147,10 +147,23 @@ def _closed(value: Any, path: _Path, values: Mapping[_Path, Any], added: Mapping
     return made
 
 
+def _copied(mapping: Any) -> Any:
+    try:
+        return copy(mapping)
+    except KeyError:
+        # Python 3.10 asks for __getstate__, and a `__getattr__` that looks among the entries raises this where there is none.
+        if not isinstance(mapping, dict):
+            raise
+        made = type(mapping).__new__(type(mapping))
+        dict.update(made, mapping)
+        vars(made).update(vars(mapping))
+        return made
+
+
 def _mapping_like(mapping: Any, items: dict[Any, Any]) -> Any:
     if is_plain_dict(mapping):
         return items
-    made = copy(mapping)
+    made = _copied(mapping)
     for key in [key for key in made if key not in items]:
         del made[key]
     for key, each in items.items():

@@ -33,6 +33,7 @@ from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.memory.memory_prediction import TILED, as_options, of_each_block
+from lightning_sp.parallelize.recomputation import in_the_same_dtype
 from lightning_sp.parallelize.tiled_mlp import MlpTiles
 
 # The attribute of a model that holds its `BlockCheckpoints`.
@@ -220,6 +221,7 @@ def _checkpointed(
         with checkpoints.graphs.recomputing(how):
             return forward(*args, **kwargs)
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
+    forward = in_the_same_dtype(forward)
     recomputed = partial(checkpoint, use_reentrant=False)
     if how == "selective":
         recomputed = partial(recomputed, context_fn=_contexts)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.compilation import without_compilation
+from lightning_sp.parallelize.recomputation import in_the_same_dtype
 
 # Tokens that a first call is tried on, twice: whole, and its halves by themselves.
 _TRIED_TOKENS = 32
@@ -58,9 +59,9 @@ class TiledMLP:
             self._is_per_token = self._try(x.detach())
         if not self._is_per_token:
             return self.forward(x)
-        tiles = torch.split(x, length, -2)
+        forward, tiles = in_the_same_dtype(self.forward), torch.split(x, length, -2)
         # Nothing is drawn in it: the random state need not be kept.
-        done = [checkpoint(self.forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
+        done = [checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
         return torch.cat(done, -2)
 
     def may_tile(self, *args: Any, **kwargs: Any) -> bool:

@@ -96,8 +96,18 @@ def statistics(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     holes = x.masked_fill(ids[..., None] == 3, math.nan)
     return (
         (torch.std_mean(x, dim=1), torch.var_mean(x, 1, keepdim=True), torch.std_mean(x)),
-        (holes.nansum(1), holes.nanmean(1), torch.aminmax(x, dim=1), x.prod(1), x.prod(2)),
+        (holes.nansum(1), holes.nanmean(1), torch.aminmax(_given_to_aminmax(x), dim=1), x.prod(1), x.prod(2)),
     )
+
+
+def _given_to_aminmax(x: Tensor) -> Tensor:
+    """Return a tensor of which torch's function takes a gradient, if it takes any: torch 2.11's takes none."""
+    least = torch.aminmax(torch.zeros(1, requires_grad=True))[0]
+    try:
+        least.backward()
+    except RuntimeError:
+        return x.detach()
+    return x
 
 
 def repeated(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
+from lightning_sp.parallelize.tiled_mlp import TiledMLP
 from lightning_sp.testing import max_error
 from tests.parallelize import checkpointing_ranks as ranks
 
@@ -65,6 +68,43 @@ def test_what_blocks_take_return_and_draw_is_repeated(pools, build, strategy, op
         same_bits(full, plain, (build, strategy, "full"))
         assert selective["kernels"] == plain["kernels"]
         assert selective["exchanges"] == plain["exchanges"]
+
+
+class OwnDtype(nn.Module):
+    """A block that makes a tensor in the default dtype, which a true precision sets in the forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + self.up(x).tanh() * torch.full((8,), 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("tiles", [False, True])
+def test_a_block_is_recomputed_in_the_default_dtype_of_its_forward(policy, dtype, tiles):
+    found = []
+    for each in ("none", policy):
+        torch.manual_seed(3)
+        block = OwnDtype().to(dtype)
+        x = torch.randn(2, 6, 8).to(dtype).requires_grad_()
+        if tiles and each != "none":
+            block.forward = TiledMLP(block, block.forward, 4)
+        model = nn.Sequential(block)
+        checkpoint_blocks(model, [block], each)
+        torch.set_default_dtype(dtype)
+        try:
+            out = model(x)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        out.sum().backward()
+        assert torch.get_default_dtype() == torch.float32
+        found.append((out.detach(), x.grad))
+    (out, grad), (again, grad_again) = found
+    assert torch.equal(out, again) or tiles
+    torch.testing.assert_close(grad_again, grad)
 
 
 def test_full_repeats_the_exchanges_of_a_forward(pools):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize import shard_model
 from tests.parallelize.fsdp.gather_dtypes_ranks import rounded as rounded_gathers
 from tests.trainer.tiny import HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
 
@@ -53,7 +55,7 @@ def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for as_one in (False, True):
         module = build()
         if as_one:
-            with mock.patch("lightning_sp.parallelize.fsdp.shard_model.vocabulary_layers", return_value=[]):
+            with mock.patch.object(sys.modules[shard_model.__module__], "vocabulary_layers", return_value=[]):
                 trainer = quiet_trainer(2, strategy=strategy, max_steps=2)
                 trainer.fit(module, data)
                 trainer.save_checkpoint(f"{folder}/older")

@@ -27,6 +27,11 @@ OF_COMPILER = "grad _grad is_view"
 OF_VALUES = "tolist numpy item __array__"
 
 
+def is_compiling() -> bool:
+    """Return whether a compiler asks. torch 2.11 says so within what it traces alone, and not while it looks at a graph's inputs."""
+    return torch.compiler.is_compiling() or torch._guards.CompileContext.current_compile_id() is not None
+
+
 def shown(call: Call) -> Any:
     """Answer with what is shown."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -35,13 +40,13 @@ def shown(call: Call) -> Any:
 
 def to_compiler(call: Call) -> Any:
     """Answer a compiler with what is shown: it has no history and no memory."""
-    return shown(call) if torch.compiler.is_compiling() else NO_RULE
+    return shown(call) if is_compiling() else NO_RULE
 
 
 def of_autograd(call: Call) -> Any:
     """Answer with what this rank's part has; scores of an attention, which nothing reads, have no history."""
     x = call.args[0]
-    if torch.compiler.is_compiling() and call.name != "_version" and call.function.__name__ != "requires_grad_":
+    if is_compiling() and call.name != "_version" and call.function.__name__ != "requires_grad_":
         return to_compiler(call)
     if call.function.__name__ == "requires_grad_":
         return NO_RULE  # it gives the tensor itself

@@ -37,6 +37,9 @@ from lightning_sp.global_view.table import name_of, scores_made
 from lightning_sp.global_view.user_functions.functions_by_rules import Refusal, by_rules
 from lightning_sp.global_view.user_functions.functions_of_tokens import are_tokens_alone
 
+# What torch 2.11's checkpoint keeps its inputs in; it computes nothing, and has no backward.
+_SAVES_INPUTS: Any = getattr(torch.utils.checkpoint, "_NoopSaveInputs", None)
+
 
 class _Watched(TorchFunctionMode):
     """Notes whether every function that is called is pointwise, and what they make."""
@@ -71,6 +74,8 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
             raise _hook_refusal()
         if cls is CheckpointFunction:
             return _checkpointed(*args)
+        if cls is _SAVES_INPUTS:
+            return original(cls, *args, **kwargs)
         if cls.__name__ == "ModIndex" and cls.__module__.startswith("torch."):
             return original(cls, _of_all_positions(*args), *args[1:], **kwargs)
         refusal = partial(_refusal, cls)

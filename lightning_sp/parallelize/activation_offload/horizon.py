@@ -198,7 +198,8 @@ class ActivationOffload:
     # ---- one tensor
 
     def _pack(self, tensor: Tensor) -> Any:
-        if not (tensor.requires_grad and tensor.is_floating_point() and is_dense(tensor)):
+        # torch 2.11 saves a tensor of no element of its own, too.
+        if not (tensor.requires_grad and tensor.is_floating_point() and tensor.numel() and is_dense(tensor)):
             return tensor
         if not self._is_first_use(tensor):
             return _Kept(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -234,7 +235,7 @@ def peak_bytes(vocab: int, dim: int, separate: bool) -> int:
     """Return the bytes of tensors that a step of forward and backward has at once beside shards; as one unit with the model's rest, or not."""
     root = Stepped(Decoder(vocab, dim, layers=2))
     found = vocabulary_layers if separate else lambda *_: []
-    with mock.patch("lightning_sp.parallelize.fsdp.shard_model.vocabulary_layers", found):
+    with mock.patch.object(sys.modules[shard_model.__module__], "vocabulary_layers", found):
         shard_model(root, transformer_blocks(root), mesh_of((dist.get_world_size(),)))
     make_fsdp_root(root)
     with LiveStorages([each.to_local() for each in root.parameters()]) as live:

@@ -44,6 +44,6 @@ def test_frames_masked_at_random_are_refused_by_name(pools):
     """Each rank would mask frames of its own."""
     case = dict(kind="whisper augmented", tokens=8, strategy=LAYOUTS["preflight"])
     for (answer,) in pools(2).run(ranks.sharded, [case]):
-        assert (
-            "cannot be compared, since the step draws random numbers: numpy.random in training_step" in answer["error"]
-        )
+        # Older versions of transformers draw for layers that are never left out, too.
+        assert "cannot be compared, since the step draws random numbers: " in answer["error"]
+        assert "numpy.random in training_step. Whole, from two seeds" in answer["error"]

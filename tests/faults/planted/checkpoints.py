@@ -12,6 +12,14 @@ PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
 CHECKPOINTS = (
     fault(
+        "two runs that write one checkpoint at a time",
+        "checkpoint/folders/writing.py",
+        "        is_other = True\n",
+        "        is_other = False\n",
+        "tests/checkpoint/folders/test_writing.py::test_a_run_beside_the_one_that_writes_is_refused[folder]",
+        "tests/checkpoint/folders/test_writing.py::test_a_run_beside_the_one_that_writes_is_refused[file]",
+    ),
+    fault(
         "a signal behind the last batch that the script's next run does not hear of",
         "trainer/processes/sigterm.py",
         "            _unheard.append(self._limit)\n",

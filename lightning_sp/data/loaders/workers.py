@@ -7,6 +7,7 @@ an error whose class cannot be pickled, a batch with a lock     torch prints it 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import pickle
 import re
@@ -20,11 +21,13 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_sp.errors import SequenceParallelError, told_error
+from lightning_sp.errors import SequenceParallelError, text_of, told_error
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
 _FOLDER = "/dev/shm"
+# What a semaphore and its neighbours need.
+_LEAST = 1 << 16
 # torch's, of a file of shared memory, and of a worker that has written to a page that there is not.
 _FULL = re.compile(r"/torch_.*No space left|shared memory|Bus error")
 
@@ -71,7 +74,8 @@ def named_workers() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError) as error:
-        if not _FULL.search(str(error)) or "worker" not in str(error):
+        is_of_worker = "worker" in text_of(error) and _FULL.search(text_of(error)) is not None
+        if not is_of_worker and not _has_no_semaphore(error):
             raise
         raise SequenceParallelError(
             f"a worker of the loader has no room for its batch in {_FOLDER}, through which it sends tensors, and of which {_room()}: make it "
@@ -80,12 +84,23 @@ def named_workers() -> Iterator[None]:
         ) from error
 
 
-def _room() -> str:
+def _has_no_semaphore(error: BaseException) -> bool:
+    """Return whether an error is that of a worker's queue, which Python makes before the worker: it names no file."""
+    is_full = isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None
+    return is_full and _bytes()[0] < _LEAST
+
+
+def _bytes() -> tuple[int, int]:
+    """Return what is free of the folder, and its size; 0 where there is none."""
     try:
         found = os.statvfs(_FOLDER)
-    except OSError as error:
-        return f"nothing is known ({error})"
-    free, whole = (number * found.f_frsize / 2**20 for number in (found.f_bavail, found.f_blocks))
+    except OSError:
+        return 0, 0
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+
+
+def _room() -> str:
+    free, whole = (number / 2**20 for number in _bytes())
     return f"{free:.1f} of {whole:.1f} MiB are free now"
 
 

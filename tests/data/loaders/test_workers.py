@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -117,7 +118,7 @@ def first(rows: list[Any]) -> Any:
 
 def loaders(what: str) -> list[Any]:
     """Return the loader whose order is ours, and a user's own that one rank reads for all."""
-    given: dict[str, Any] = dict(batch_size=1, num_workers=1, collate_fn=first)
+    given: dict[str, Any] = dict(batch_size=1, num_workers=1, collate_fn=first, timeout=20)
     alone = DataCoordinates(dp_rank=0, dp_size=1, sequence_group=None, control_group=None)
     return [
         LazyDataLoader(Unsendable(what), **given),
@@ -149,6 +150,17 @@ def test_a_full_folder_of_shared_memory_is_named(number):
     said = r"a worker of the loader has no room for its batch in /dev/shm, .* MiB are free now: make it larger \(docker run --shm-size"
     with pytest.raises(SequenceParallelError, match=said):
         list(loaders("no room")[number])
+
+
+@pytest.mark.parametrize(("free", "kind"), [(0, SequenceParallelError), (1 << 20, OSError)])
+def test_a_semaphore_without_room_is_named_and_another_full_disk_is_not(monkeypatch, free, kind):
+    """Python makes a queue's semaphores in that folder, and its error names nothing."""
+    monkeypatch.setattr(workers, "_bytes", lambda: (free, 1 << 26))
+    with (
+        pytest.raises(kind, match=f"{free / 2**20:.1f} of 64.0 MiB are free now" if not free else "No space left"),
+        workers.named_workers(),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_an_error_of_the_users_own_stays():

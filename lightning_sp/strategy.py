@@ -249,7 +249,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         check_optimized(self._module, self.optimizers)
         check_added(self._module)
-        self._run.replicas.watch(self._module, self._module.trainer.global_step, self._shard_size, self._groups.world)
+        self._run.compare_ranks(self._module, self.sequence_mesh, self._shard_size, self._groups.world)
         self._preflight(batch, batch_idx, self._run.schedules)
 
     # ---- steps
@@ -284,7 +284,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         super().on_train_end()
         self._again = lambda: None
         self._say_what_was_not_compared()
-        self._run.buffers.share_all()
+        self._run.end_fit(self._module, self.sequence_mesh, self._groups.world)
         self._steps.end_fit()
 
     @override

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import shutil
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -43,6 +42,7 @@ from lightning_sp.checkpoint.folders.folder import (
 )
 from lightning_sp.checkpoint.folders.free_space import check_free_space
 from lightning_sp.checkpoint.folders.replace import put_in_place
+from lightning_sp.checkpoint.folders.writing import begin_file, begin_folder, end_writing
 from lightning_sp.checkpoint.staged import StagedFolder
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.weights.single_numbers import SINGLE_NUMBERS, in_own_shape, is_single_number
@@ -124,8 +124,7 @@ def _save_folder(
     def prepare() -> None:
         check_target(path)
         check_free_space(path, (tensors, plain))
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        begin_folder(staging)
 
     def complete() -> None:
         torch.save(plain, staging / META)
@@ -273,12 +272,15 @@ def _write_file(plain: dict[str, Any], name: str) -> None:
     path = Path(name)
     temporary = partial_path(path)
     check_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary.open("wb") as stream:
-        torch.save(plain, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    put_in_place(temporary, path)
+    begin_file(temporary)
+    try:
+        with temporary.open("wb") as stream:
+            torch.save(plain, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        put_in_place(temporary, path)
+    finally:
+        end_writing(temporary)
 
 
 def _whole(value: Any, is_writer: bool) -> Any:

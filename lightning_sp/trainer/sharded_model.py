@@ -204,12 +204,19 @@ class ShardedModelStrategy(ProcessStrategy):
         asked = self._module if module is None else module
         return self._together(partial(whole_state_dict, asked, keep=self.is_global_zero))
 
+    @override
+    def _setup_distributed(self) -> None:
+        self._sigterm.begin(self._limit_when_told(), self.launcher, is_script_child=self.is_script_child)
+        super()._setup_distributed()
+
+    def _limit_when_told(self) -> Limit:
+        config = self.config
+        return Limit(within_s=config.preemption_limit_s, code=config.preemption_exit_code, at=self._progress)
+
     def _prepare_trainer(self, trainer: Trainer) -> None:
         """Change of a Trainer what a run on shards needs: no inference mode, what ranks compare and agree on."""
         forbid_inference_mode(trainer)
-        config = self.config
-        limit = Limit(within_s=config.preemption_limit_s, code=config.preemption_exit_code, at=self._progress)
-        self._sigterm.follow(trainer, limit)
+        self._sigterm.follow(trainer, self._limit_when_told())
         save_when_preempted(trainer, self._sigterm)
         self._later.follow(trainer, lambda: self._groups.world)
         watch_numbers(trainer, self._groups)
@@ -333,6 +340,7 @@ class ShardedModelStrategy(ProcessStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._later.settle(exception)
+        self._sigterm.is_told = False
         set_exit_code(exception, self.config.preemption_exit_code, is_script_child=self.is_script_child)
 
     @override

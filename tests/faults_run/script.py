@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -15,7 +16,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_sp import SequenceParallelStrategy
 from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
@@ -34,6 +35,8 @@ BEHIND, BETWEEN = "sleeps behind the fit", "sleeps between two runs"
 ALONE, ALONE_0 = "a second run of one rank alone", "a second run of rank 0 alone"
 EXPORTS, LEAVES = "an error behind the fit, others in an export", "sys.exit(0) before the fit"
 WORKER = "an error in a loader's worker"
+LOCAL, LOCK = "an error that cannot be pickled in a loader's worker", "a batch with a lock in a loader's worker"
+IN_LOADER, IN_WORKER = ("an error in the loader", WORKER, LOCAL, LOCK), (WORKER, LOCAL, LOCK)
 
 
 def is_due(batch_idx: int, rank: int = 1) -> bool:
@@ -106,10 +109,25 @@ class SlowToEnd(pl.Callback):
 
 class Samples(TokenDataset):
     def __getitem__(self, index: int) -> Any:
-        if FAULT in ("an error in the loader", WORKER) and index >= 4 and os.environ.get("LOCAL_RANK") == "1":
+        if FAULT in IN_LOADER and index >= 4 and os.environ.get("LOCAL_RANK") == "1":
             print(f"fault at {time.time():.2f}", file=sys.stderr, flush=True)
-            raise OSError("cannot read sample")
+            if FAULT == LOCK:
+                return {**super().__getitem__(index), "lock": threading.Lock()}
+            raise own_error()("cannot read sample") if FAULT == LOCAL else OSError("cannot read sample")
         return super().__getitem__(index)
+
+
+def own_error() -> type[Exception]:
+    class OwnError(OSError):
+        pass
+
+    return OwnError
+
+
+def collated(rows: list[Any]) -> Any:
+    """Return a batch as torch makes one, and what it does not know as it is."""
+    locks = [row.pop("lock") for row in rows if "lock" in row]
+    return default_collate(rows) | ({"lock": locks} if locks else {})
 
 
 def stop(module: Any, loss: Any) -> Any:
@@ -288,8 +306,7 @@ BEFORE_AND_BEHIND = [LEAVES, IN_SETUP, IN_TEARDOWN, BEHIND, BETWEEN, ALONE, ALON
 NAMES = [
     *(each for each in FAULTS if each != "late for a while"),
     *AFTER_A_BATCH,
-    "an error in the loader",
-    WORKER,
+    *IN_LOADER,
     SKIPS,
     *AT_START,
     *BEFORE_AND_BEHIND,
@@ -308,7 +325,9 @@ def main() -> None:
         enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd(), *saves],
         max_time="00:01:00:00" if is_due_at_start(TIMES) else None,
     )  # fmt: skip
-    module, loader = User(), DataLoader(Samples(12), batch_size=2, num_workers=int(FAULT == WORKER))
+    collate = collated if FAULT == LOCK else None
+    module = User()
+    loader = DataLoader(Samples(12), batch_size=2, num_workers=int(FAULT in IN_WORKER), collate_fn=collate)
     trainer.fit(module, loader, ckpt_path="last" if goes_on else None)
     sleep_if_due(BEHIND, BETWEEN)
     if is_due_at_start(EXPORTS):

@@ -87,6 +87,14 @@ EXPECTED = {
         "has raised OSError: Caught OSError in DataLoader worker process 0. OSError: cannot read sample (tests/faults_run/script.py:",
         RAISED,
     ),
+    "an error that cannot be pickled in a loader's worker": (
+        "has raised OSError: Caught OSError in DataLoader worker process 0. ",
+        RAISED,
+    ),
+    "a batch with a lock in a loader's worker": (
+        "a batch cannot be sent from its worker to the rank: TypeError: cannot pickle '_thread.lock' object",
+        RAISED,
+    ),
     "on_train_batch_start skips a batch on one rank": (
         "rank 1 has ended its run, without an error, at train, step 1",
         RAISED,

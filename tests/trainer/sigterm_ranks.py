@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.checkpoint import latest_checkpoint
+from lightning_sp.trainer.processes import sigterm
 from tests.flows.tiny import Tuned, llama, rows
 
 
@@ -34,6 +35,10 @@ class Told(pl.Callback):
 
     def on_validation_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if self.stage == "validate" and batch_idx == 0 and trainer.global_rank == self.rank:
+            self.send()
+
+    def on_train_end(self, trainer: pl.Trainer, module: Any) -> None:
+        if self.stage == "behind the last batch" and trainer.global_rank == self.rank:
             self.send()
 
     def send(self) -> None:
@@ -81,6 +86,29 @@ def told(rank: int, stage: str, options: dict[str, int]) -> dict[str, Any]:
             raised, code = type(error).__name__, error.code
     said = [str(each.message) for each in warned if "told to end" in str(each.message)]
     return {"raised": raised, "code": code, "steps": trainer.global_step, "says": said}
+
+
+def told_behind_the_last_batch(rank: int) -> dict[str, Any]:
+    """Fit, of which a rank is told to end in its last hook, then test; return what became of both."""
+    options: dict[str, Any] = dict(
+        accelerator="cpu", devices=dist.get_world_size(), max_epochs=1, precision="64-true", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    module, loader = Module(llama()), DataLoader(samples(), batch_size=1)
+    fitted = pl.Trainer(
+        **options,
+        callbacks=[Told(rank, "behind the last batch")],
+        strategy=SequenceParallelStrategy(preflight=False),
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        fitted.fit(module, loader)
+    found = {"steps": fitted.global_step, "waits": len(sigterm._unheard)}
+    try:
+        pl.Trainer(**options, strategy=SequenceParallelStrategy(preflight=False)).validate(Module(llama()), loader)
+    except SIGTERMException as error:
+        found["code"] = error.code
+    return {**found, "handler": signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "left": len(sigterm._unheard)}
 
 
 def preempted(folder: str, stage: str, at: int, accumulate: int, interrupts: bool) -> dict[str, Any]:

@@ -93,3 +93,10 @@ def test_what_a_run_ended_with_goes_when_another_stands_for_it(
     )
     older = superseded(trainer, tmp_path / written, {key: [{}] for key in holds})
     assert older == (str(tmp_path / "last-preempted.ckpt") if is_superseded else None)
+
+
+def test_a_signal_behind_the_last_batch_ends_the_next_run(pools: Any):
+    """The fit is complete, and ends as it should: with code 0, if the script has nothing more to do."""
+    one, other = pools(2).run(ranks.told_behind_the_last_batch, 1)
+    assert one == {"steps": 12, "waits": 0, "code": 143, "handler": True, "left": 0}
+    assert other == {"steps": 12, "waits": 1, "code": 143, "handler": True, "left": 0}

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from lightning_sp.checkpoint.folders.address import Address, Location
+from lightning_sp.checkpoint.folders.writing import end_writing
 from lightning_sp.errors import SequenceParallelError, told_error
 
 META, METADATA, MANIFEST, PARTIAL, REPLACED = "meta.pt", ".metadata", "manifest.json", ".partial", ".replaced"
@@ -109,6 +110,7 @@ def remove_incomplete(path: Path) -> None:
     """
     if not (partial_path(path) / MANIFEST).exists():
         shutil.rmtree(partial_path(path), ignore_errors=True)
+    end_writing(partial_path(path))
 
 
 def checksum(file: Location) -> tuple[int, int]:

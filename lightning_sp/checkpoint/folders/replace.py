@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_sp.checkpoint.folders.folder import PARTIAL, REPLACED, is_complete, partial_path, replaced_path
+from lightning_sp.checkpoint.folders.writing import end_writing
 
 # fcntl.h and linux/fs.h.
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
@@ -21,6 +22,11 @@ def put_in_place(written: Path, path: Path) -> None:
     A folder cannot be renamed over another. Linux exchanges the two names; where the file system does not (NFS), the older one is renamed
     first, and `recover` ends what a stop between the two has left.
     """
+    _replace(written, path)
+    end_writing(written)
+
+
+def _replace(written: Path, path: Path) -> None:
     if path.is_symlink() or not path.exists() or (path.is_file() and written.is_file()):
         written.replace(path)
         return

@@ -27,8 +27,10 @@ def _one_line(text: str) -> str:
     """Return the first line, and of an error of a loader's worker where it was raised there, and what it says itself."""
     first, *rest = text.split("\n")
     lines = [(number, found) for number, line in enumerate(rest) if (found := _LINE.fullmatch(line))]
-    if _OF_WORKER not in first or not lines:
+    if _OF_WORKER not in first:
         return first
+    if not lines:  # what a worker could not send, which has no line
+        return " ".join([first, *rest[:1]])
     number, (file, at, function) = lines[-1][0], lines[-1][1].groups()
     said = next((line for line in rest[number:] if line and not line.startswith(" ")), "")
     return f"{first} {said} ({told_line((file, int(at), function))})"

@@ -14,6 +14,7 @@ from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.deal import DealtIndices, RandomStream, random_states
 from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.data.loaders.own_state import OwnState
+from lightning_sp.data.loaders.workers import named_workers, prepare_workers
 from lightning_sp.errors import SequenceParallelError, told_error
 
 
@@ -167,11 +168,16 @@ class BroadcastLoader:
             return self._own_state.restored(*resumed)
         if self._own_state is not None:
             self._own_state.begin_epoch()
-        return started or iter(self.loader)
+        return started or self._begun()
+
+    def _begun(self) -> Iterator[Any]:
+        prepare_workers(self.loader)
+        return iter(self.loader)
 
     def _read(self, source: Iterator[Any]) -> ReadResult:
         try:
-            batch = next(source)
+            with named_workers():
+                batch = next(source)
             if self.coordinates.sequence_group is not None and is_sharded(batch):
                 return ReadResult(
                     "error",
@@ -211,7 +217,7 @@ class BroadcastLoader:
             first = self._read_first()
         else:
             with RandomStream(states):
-                first = self._read(iter(self.loader))
+                first = self._read(self._begun())
             if getattr(self.loader, "_iterator", None) is not None:
                 self.loader._iterator = None  # type: ignore[attr-defined]  # workers that persist
         numbers = comm.gather_objects((self.coordinates.dp_rank, _number(first)), self.coordinates.control_group)
@@ -222,7 +228,7 @@ class BroadcastLoader:
         if self._first is None:
             # Of a loader that keeps a state it is read in a resume too, where the run before drew nothing.
             with nullcontext() if self._own_state is None else RandomStream(random_states()):
-                source = iter(self.loader)
+                source = self._begun()
                 self._first = self._read(source)
             if self._first.kind == "batch":
                 self._source = itertools.chain([self._first.value], source)

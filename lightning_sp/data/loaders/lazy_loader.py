@@ -1,20 +1,14 @@
-"""A DataLoader that starts at its first batch, so that a resume can still set its sampler; its workers end with their rank."""
+"""A DataLoader that starts at its first batch, so that a resume can still set its sampler."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_sp.data.loaders.workers import named_workers, prepare_workers
 from lightning_sp.errors import SequenceParallelError
-
-# linux/prctl.h
-_PR_SET_PDEATHSIG = 1
 
 
 class LazyDataLoader(DataLoader[Any]):
@@ -31,10 +25,9 @@ class LazyDataLoader(DataLoader[Any]):
             SequenceParallelError: the dataset has another number of samples than when its order was made.
         """
         self._check_length()
-        if self.num_workers and not isinstance(self.worker_init_fn, EndWithRank):
-            # Not before: Lightning adds its own where there is none yet.
-            self.worker_init_fn = EndWithRank(self.worker_init_fn)
-        yield from super().__iter__()
+        prepare_workers(self)
+        with named_workers():
+            yield from super().__iter__()
 
     def _check_length(self) -> None:
         inner = getattr(self.batch_sampler, "sampler", None)
@@ -52,25 +45,3 @@ class LazyDataLoader(DataLoader[Any]):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: the resume has set the sampler."""
-
-
-class EndWithRank:
-    """What a loader's worker begins with: it ends when its rank has ended, by whatever signal. A class, for a worker may be spawned.
-
-    torch's workers look for their rank between two samples: one that hangs in a user's `__getitem__` would stay, with its memory. Linux alone.
-
-    Args:
-        begin: the user's `worker_init_fn`.
-    """
-
-    def __init__(self, begin: Callable[[int], None] | None) -> None:
-        self._begin, self._rank = begin, os.getpid()
-
-    def __call__(self, worker: int) -> None:
-        """Ask the kernel for SIGKILL at the rank's end. Source: prctl(2), PR_SET_PDEATHSIG."""
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if not os.path.exists(f"/proc/{self._rank}"):  # it has ended before
-                os._exit(1)
-        if self._begin is not None:
-            self._begin(worker)

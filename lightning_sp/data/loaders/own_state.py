@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lightning_sp.data.loaders.deal import RandomStream, random_states
+from lightning_sp.data.loaders.workers import prepare_workers
 
 # Step boundaries that a checkpoint may still ask for: the micro-batch in progress and one that was fetched ahead lie behind the last trained.
 _NUM_KEPT = 4
@@ -64,6 +65,7 @@ class OwnState:
 
     def restored(self, stored: dict[str, Any], count: int) -> Iterator[Any]:
         """Return the batches that follow a stored state: those left in its epoch, after none of a new one all of them."""
+        prepare_workers(self.loader)
         self.loader.load_state_dict(copy.deepcopy(stored["state"]))
         self._last = self._before_epoch = stored
         self._noted = {count: stored} if count else {}

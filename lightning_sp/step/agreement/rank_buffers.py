@@ -91,7 +91,7 @@ class RankBuffers:
         assert self._root is not None
         assert self._mesh is not None
         by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for name, buffer in _buffers(self._root).items():
+        for name, buffer in whole_buffers(self._root).items():
             if names is None or name in names:
                 by_dtype[buffer.dtype].append(buffer.detach())
         for buffers in by_dtype.values():
@@ -109,7 +109,7 @@ def _digest(names: Sequence[str]) -> int:
     return comm.digest_of(dict.fromkeys(names, 1)) | 1 if names else 0
 
 
-def _buffers(root: nn.Module) -> dict[str, Tensor]:
+def whole_buffers(root: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that each rank holds whole, but for those that DDP was told to leave alone."""
     ignored = set(getattr(root, _IGNORED, ()))
     return {
@@ -120,4 +120,4 @@ def _buffers(root: nn.Module) -> dict[str, Tensor]:
 
 
 def _versions(root: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    return {name: (each, -1 if each.is_inference() else each._version) for name, each in _buffers(root).items()}
+    return {name: (each, -1 if each.is_inference() else each._version) for name, each in whole_buffers(root).items()}

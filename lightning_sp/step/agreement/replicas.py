@@ -116,11 +116,11 @@ def _hashes(root: nn.Module) -> dict[str, int]:
     tensors = {user_name(name): value for name, value in root.named_parameters()}
     if not tensors:
         return {}
-    on_device = torch.stack([_hash_of_bits(value.detach()) for value in tensors.values()])
+    on_device = torch.stack([hash_of_bits(value.detach()) for value in tensors.values()])
     return dict(zip(tensors, on_device.tolist(), strict=True))
 
 
-def _hash_of_bits(tensor: Tensor) -> Tensor:
+def hash_of_bits(tensor: Tensor) -> Tensor:
     """Return a hash of a tensor's bits and their places, an int64 on its device: a sum in 64 bits, the same in any order of adding."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.is_complex():

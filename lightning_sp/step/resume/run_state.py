@@ -14,6 +14,7 @@ from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.agreement.agreed_update import AgreedUpdate
 from lightning_sp.step.agreement.agreed_writes import AgreedWrites
+from lightning_sp.step.agreement.rank_alone import RankAloneWatch
 from lightning_sp.step.agreement.rank_buffers import RankBuffers
 from lightning_sp.step.agreement.replicas import ReplicaWatch
 from lightning_sp.step.resume.data_cursor import DataCursor
@@ -32,6 +33,7 @@ class RunState:
         cursor: how far the training loader has come.
         streams: the random numbers of each rank.
         replicas: whether ranks that hold the same shard hold the same numbers.
+        alone: what one rank alone has of the model.
         update: whether ranks are about to step by the same learning rates.
         writes: whether ranks have written to their shards alike.
         buffers: of data-parallel ranks that have whole sequences, each of which writes its own.
@@ -42,6 +44,7 @@ class RunState:
         self.cursor = DataCursor()
         self.streams = RandomStreams()
         self.replicas = ReplicaWatch()
+        self.alone = RankAloneWatch()
         self.update = AgreedUpdate()
         self.writes = AgreedWrites()
         self.buffers = RankBuffers()
@@ -65,6 +68,7 @@ class RunState:
         if fitting:
             self.streams.start_run(trainer.global_step, mesh)
             self.replicas.start_run(trainer.global_step)
+            self.alone.start_run(trainer.global_step)
             self.schedules.start(trainer)
         else:
             self.streams.share_seed()
@@ -77,6 +81,20 @@ class RunState:
     def have_changed(self, trainer: Any, batch: Any) -> bool:
         """Return whether numbers of the user's have, by which the step may do other things, before a training batch."""
         return self.schedules.have_changed(trainer, batch)
+
+    def compare_ranks(self, module: Any, mesh: SequenceMesh, shard_size: int, group: ProcessGroup | None) -> None:
+        """Before a batch warn of what ranks no longer have alike, where it is time to look. Every rank must call it.
+
+        Communicates: now and then, as `ReplicaWatch.compare` and `RankAloneWatch.compare`.
+        """
+        step = module.trainer.global_step
+        self.replicas.watch(module, step, shard_size, group)
+        self.alone.watch(module, step, mesh, group)
+
+    def end_fit(self, module: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
+        """Give all ranks the buffers that a checkpoint has, and warn of what they do not have alike. Every rank must call it."""
+        self.buffers.share_all()
+        self.alone.compare(module, module.trainer.global_step, mesh, group)
 
     def begin_micro_batch(self, rows: int, trainer: Any, mesh: SequenceMesh, device: torch.device) -> DropoutSource:
         """Move on by a micro-batch of training; return what its attention dropout is drawn by."""
@@ -108,10 +126,11 @@ class RunState:
             shard_size: ranks over which parameters are split.
             group: the world, on a backend for host tensors.
 
-        Communicates: every rank's random states; what `ReplicaWatch.compare` and `RankBuffers.share_all` do.
+        Communicates: every rank's random states; what `ReplicaWatch.compare`, `RankAloneWatch.compare` and `RankBuffers.share_all` do.
         """
         self.buffers.share_all()
         self.replicas.compare(module, trainer.global_step, shard_size, group)
+        self.alone.compare(module, trainer.global_step, mesh, group)
         checkpoint[KEY] = {
             "format": 1,
             "shard_size": shard_size,

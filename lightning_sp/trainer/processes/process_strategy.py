@@ -34,6 +34,7 @@ from lightning_sp.trainer.processes.joining import check_local_rank, how_started
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher, run
 from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, ParentWatch
 from lightning_sp.trainer.processes.script_end import tell_error_at_exit
+from lightning_sp.trainer.processes.variables import check_variables
 
 T = TypeVar("T")
 
@@ -202,6 +203,9 @@ class ProcessStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Tell the environment, and Lightning's rank-zero helpers, which rank this is."""
         if self.cluster_environment is not None:
+            check_variables(
+                self.cluster_environment, os.environ, num_devices=self.num_processes, num_nodes=self.num_nodes
+            )
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         # Lightning reads this attribute of the function.

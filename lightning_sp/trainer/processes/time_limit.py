@@ -26,11 +26,28 @@ class Limit:
         within_s: how long it has.
         code: with which it ends past that.
         at: says where it is.
+        last: is called before it ends.
     """
 
     within_s: float
     code: int
     at: Callable[[], str]
+    last: Callable[[], None] = lambda: None
+
+    @property
+    def said(self) -> str:
+        """What a process says that ends."""
+        told = f"sequence_parallel: process {os.getpid()} was told to end"
+        if not self.within_s:
+            return (
+                f"{told} at {self.at()}, before the first batch of its run: it ends now, with code {self.code}, and nothing is lost that a "
+                "checkpoint would have"
+            )
+        return (
+            f"{told} {self.within_s:g} s ago and is still at {self.at()}: it ends now, with code {self.code}, and what it was about to save is "
+            f"not complete; resume from the checkpoint before (preemption_limit_s={self.within_s:g} is the limit: a longer one needs as long "
+            "between SIGTERM and SIGKILL)"
+        )
 
 
 class TimeLimit:
@@ -61,15 +78,19 @@ class TimeLimit:
             with suppress(BlockingIOError):  # full of what says the same
                 self._tells.send(bytes([_BEGIN]))
 
-    def stop(self) -> None:
-        """End with the run: what a script does after it is its own."""
-        if self._tells is None or self._stopped is None:
-            return
-        if self._wakes:
+    def deafen(self) -> None:
+        """Hear of no further signal; a time that has begun goes on."""
+        if self._wakes and self._tells is not None:
             other = signal.set_wakeup_fd(-1)
             if other not in (-1, self._tells.fileno()):
                 signal.set_wakeup_fd(other)
             self._wakes = False
+
+    def stop(self) -> None:
+        """End with the run: what a script does after it is its own."""
+        if self._tells is None or self._stopped is None:
+            return
+        self.deafen()
         self._stopped.set()
         self._tells.close()
         if self._thread is not None:
@@ -101,10 +122,7 @@ def _wait(limit: Limit, hears: socket.socket, signals: set[int], stopped: thread
                 return
         if stopped.wait(limit.within_s):
             return
-    sys.stderr.write(
-        f"sequence_parallel: process {os.getpid()} was told to end {limit.within_s:g} s ago and is still at {limit.at()}: it ends now, with "
-        f"code {limit.code}, and what it was about to save is not complete; resume from the checkpoint before (preemption_limit_s="
-        f"{limit.within_s:g} is the limit: a longer one needs as long between SIGTERM and SIGKILL)\n"
-    )
+    sys.stderr.write(f"{limit.said}\n")
     sys.stderr.flush()
+    limit.last()
     os._exit(limit.code)

@@ -70,3 +70,9 @@ def test_an_error_of_a_loaders_worker_is_that_of_its_line():
         "has raised OSError: Caught OSError in DataLoader worker process 0. OSError: cannot read sample 2 (tests/comm/"
     )
     assert re.search(r"test_raised\.py:\d+ in __getitem__\), in ", said)
+
+
+def test_an_error_without_a_line_of_a_loaders_worker_has_its_text():
+    error = OSError("Caught OSError in DataLoader worker process 0.\nOriginal OSError: no room")
+    said = "has raised OSError: Caught OSError in DataLoader worker process 0. Original OSError: no room, in me.py:3"
+    assert raised(error, HERE).startswith(said)

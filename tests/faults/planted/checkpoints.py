@@ -12,6 +12,28 @@ PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
 CHECKPOINTS = (
     fault(
+        "two runs that write one checkpoint at a time",
+        "checkpoint/folders/writing.py",
+        "        is_other = True\n",
+        "        is_other = False\n",
+        "tests/checkpoint/folders/test_writing.py::test_a_run_beside_the_one_that_writes_is_refused[folder]",
+        "tests/checkpoint/folders/test_writing.py::test_a_run_beside_the_one_that_writes_is_refused[file]",
+    ),
+    fault(
+        "a signal behind the last batch that the script's next run does not hear of",
+        "trainer/processes/sigterm.py",
+        "            _unheard.append(self._limit)\n",
+        "",
+        "tests/trainer/test_sigterm.py::test_a_signal_behind_the_last_batch_ends_the_next_run",
+    ),
+    fault(
+        "a setup that waits on when it was told to end",
+        "trainer/processes/sigterm.py",
+        "        signal.signal(signal.SIGTERM, _end_soon)\n",
+        "        signal.signal(signal.SIGTERM, signal.SIG_IGN)\n",
+        f"{PREEMPTION}::test_a_process_that_is_told_to_end_in_its_setup_does_so_at_once[False-85]",
+    ),
+    fault(
         "a run that is told to end within a window of accumulation",
         "trainer/processes/sigterm.py",
         "if not trainer.training or _is_last_of_window(trainer):",

@@ -38,10 +38,17 @@ DATA = (
     ),
     fault(
         "a loader's worker that stays when its rank has ended",
-        "data/loaders/lazy_loader.py",
+        "data/loaders/workers.py",
         "            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)\n",
         "",
-        "tests/data/loaders/test_lazy_loader.py::test_a_worker_that_hangs_ends_with_its_rank",
+        "tests/data/loaders/test_workers.py::test_a_worker_that_hangs_ends_with_its_rank",
+    ),
+    fault(
+        "a worker's error that cannot be pickled, waited for",
+        "data/loaders/workers.py",
+        "        queues.Queue._on_queue_feeder_error = _send_error",
+        "        queues.Queue._of_nobody = _send_error",
+        "tests/data/loaders/test_workers.py::test_an_error_whose_class_cannot_be_pickled_comes_at_once[own order]",
     ),
     fault(
         "a batch sharded twice",

@@ -440,6 +440,20 @@ USERS = (
         "tests/step/agreement/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
     ),
     fault(
+        "a hook of one rank alone without a word",
+        "step/agreement/rank_alone.py",
+        "        own = {**_buffers(root, mesh), **_hooks(root)}\n",
+        "        own = _buffers(root, mesh)\n",
+        "tests/step/agreement/test_rank_alone.py::test_it_is_told_while_training_and_before_a_checkpoint[steps]",
+    ),
+    fault(
+        "caches of other lengths, told as a buffer of one rank",
+        "step/agreement/rank_alone.py",
+        "if len({each.partition(_NUMBERS)[0] for each in values}) > 1 or (",
+        "if (",
+        "tests/step/agreement/test_rank_alone.py::test_what_all_have_alike_or_may_have_otherwise_is_not[a cache of another length]",
+    ),
+    fault(
         "a learning rate that one rank changes for itself",
         "step/agreement/agreed_update.py",
         "        if highest != -lowest:\n",

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sp.step.agreement.replicas import _hash_of_bits, difference
+from lightning_sp.step.agreement.replicas import difference, hash_of_bits
 from tests.step import watch_ranks as ranks
 
 
@@ -50,7 +50,7 @@ def test_a_change_of_bits_or_places_changes_the_hash(dtype, monkeypatch):
     def changed(change):
         other = tensor.clone()
         change(other)
-        return _hash_of_bits(other) != _hash_of_bits(tensor)
+        return hash_of_bits(other) != hash_of_bits(tensor)
 
     def bits_up_and_down(other):
         flat = (torch.view_as_real(other) if dtype.is_complex else other).flatten()
@@ -59,7 +59,7 @@ def test_a_change_of_bits_or_places_changes_the_hash(dtype, monkeypatch):
         bits[3] += 1
         bits[5] -= 1
 
-    assert _hash_of_bits(tensor.clone()) == _hash_of_bits(tensor)
+    assert hash_of_bits(tensor.clone()) == hash_of_bits(tensor)
     assert changed(bits_up_and_down)
     assert changed(lambda other: other[0].neg_())  # an even number of signs
     assert changed(lambda other: other[:2].neg_())

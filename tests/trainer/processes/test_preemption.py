@@ -16,6 +16,7 @@ from threading import Timer
 
 import pytest
 
+from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit, TimeLimit
 
 ROOT = Path(__file__).parents[3]
@@ -81,6 +82,42 @@ def test_a_process_ends_in_time_whatever_it_waits_for(tmp_path: Path, how: str, 
     words = f"process {process.pid} was told to end 0.2 s ago and is still at train, step 4: it ends now, with code 85, and what it was about"
     assert (words in said.read_text()) == (code != 0)
     assert "preemption_limit_s=0.2 is the limit" in said.read_text() or not code
+
+
+def waits_in_setup(said: Path, mine: bool) -> None:
+    """Wait in native code, as a setup does, until another thread sends the signal; a handler of the user's own stays."""
+    sys.stderr = said.open("w")
+    signal.signal(signal.SIGTERM, own_handler if mine else signal.SIG_DFL)
+    told = Sigterm()
+    limit = Limit(within_s=300.0, code=85, at=lambda: "train, step 0")
+    told.begin(limit, None, is_script_child=False)
+    assert (signal.getsignal(signal.SIGTERM) is own_handler) == mine
+    Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    if mine:
+        time.sleep(0.5)
+        os._exit(0)
+    lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    for _ in range(2):
+        library.pthread_mutex_lock(lock)
+
+
+def own_handler(signum: int, frame: object) -> None:
+    """Stand for a user's."""
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize(("mine", "code"), [(False, 85), (True, 0)])
+def test_a_process_that_is_told_to_end_in_its_setup_does_so_at_once(tmp_path: Path, mine: bool, code: int):
+    said = tmp_path / "said"
+    said.touch()
+    process = multiprocessing.get_context("fork").Process(target=waits_in_setup, args=(said, mine))
+    process.start()
+    process.join(10)
+    process.kill()
+    process.join()
+    assert process.exitcode == code
+    words = f"process {process.pid} was told to end at train, step 0, before the first batch of its run: it ends now, with code 85, and nothing"
+    assert (words in said.read_text()) == (not mine)
 
 
 def has_a_worker_that_is_ended() -> None:

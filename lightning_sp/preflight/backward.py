@@ -45,10 +45,10 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
         except RuntimeError as error:
             if "storage of size 0" in text_of(error):
                 raise SequenceParallelError(
-                    f"preflight: the backward of training_step needs weights that FSDP freed after another backward within the step ({error}); "
-                    "what torch.autograd.backward(..., create_graph=True) gave is differentiated once more; have it from "
-                    "torch.autograd.grad(..., create_graph=True), or write the penalty with finite differences, "
-                    "(critic(x + d) - critic(x)) / d.norm()"
+                    f"preflight: the backward of training_step needs weights that FSDP has freed ({error}): what "
+                    "torch.autograd.backward(..., create_graph=True) gave is differentiated once more, or the loss reads what a layer keeps in "
+                    "an attribute, and not its output; have gradients from torch.autograd.grad(..., create_graph=True), or write the penalty "
+                    "with finite differences, (critic(x + d) - critic(x)) / d.norm(); return what the loss reads from the layer's forward"
                 ) from error
             if not any(words in text_of(error) for words in _OF_FREED_WEIGHTS):
                 raise

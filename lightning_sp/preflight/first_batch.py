@@ -28,21 +28,18 @@ from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
-from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
+from lightning_sp.preflight.crops.shared_crop import crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.indices.padding import check_padding_read
 from lightning_sp.preflight.indices.part_indices import check_part_indices
-from lightning_sp.preflight.larger_crops import compared_on_crops
+from lightning_sp.preflight.larger_crops import checkpoints, compared_on_crops, of_all_rows, of_whole_sequences
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.preflight.untried_length import check_untried_length
 from lightning_sp.step.counters import Counter
 from lightning_sp.step.runner import StepRunner
-
-# Of a crop of all rows, up to which their tokens are whole.
-MOST_TOKENS = 4 * LONGER_TOKENS
 
 
 class TriedBatch(NamedTuple):
@@ -143,7 +140,9 @@ def _compare(
         return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read, counters)
 
     try:
-        larger = [] if wanted else [partial(each, batch, cut, options, config) for each in (_whole_crop, _of_all_rows)]
+        larger = (
+            [] if wanted else [partial(each, batch, cut, options, config) for each in (of_whole_sequences, of_all_rows)]
+        )
         found, crop = compared_on_crops(compared, (crop, own), larger, runner)
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.
@@ -153,7 +152,7 @@ def _compare(
             return found, True, seen_tokens
         tried = crop.tokens, seen_tokens or 0
         if not after:
-            long, own = cut(wanted=None, longer=True, checkpointed=_checkpoints(config))
+            long, own = cut(wanted=None, longer=True, checkpointed=checkpoints(config))
             tried = crop.tokens, long.tokens
             if long.tokens > crop.tokens and long.num_targets != 0:
                 runner.start_run()
@@ -180,36 +179,6 @@ def _may_run_by_shapes(runner: StepRunner, config: StrategyConfig) -> bool:
         and config.tensor_parallel_size == 1
         and module.automatic_optimization
     )
-
-
-def _checkpoints(config: StrategyConfig) -> bool:
-    """Return whether a step affords its tokens by checkpoints alone."""
-    return config.checkpoint_policy not in ("auto", "none")
-
-
-def _of_all_rows(
-    batch: Any, cut: Callable[..., tuple[Crop, Crop]], options: ShardOptions, config: StrategyConfig, crop: Crop
-) -> tuple[Crop, Crop] | None:
-    """Return crops of every row, for a step that tells rows by their number: a mean over none says nothing. None where they are no more."""
-    rows, *lengths = whole_extent(batch, options)
-    crops = cut(wanted=max(lengths) if rows * max(lengths) <= MOST_TOKENS else crop.tokens, all_rows=True)
-    return crops if crops[0].rows > crop.rows and crops[0].num_targets != 0 else None
-
-
-def _whole_crop(
-    batch: Any, cut: Callable[..., tuple[Crop, Crop]], options: ShardOptions, config: StrategyConfig, crop: Crop
-) -> tuple[Crop, Crop] | None:
-    """Return crops of whole sequences, for a step that fails on shorter ones: it reads by places in them, or is made for one length.
-
-    None where they are no longer than the crop on which it failed, or too long for a run on one device.
-    """
-    tokens = max(whole_extent(batch, options)[1:])
-    longer = (
-        cut(wanted=tokens)
-        if tokens <= LONGER_TOKENS
-        else cut(wanted=None, longer=True, checkpointed=_checkpoints(config))
-    )
-    return longer if longer[0].tokens > crop.tokens and longer[0].num_targets != 0 else None
 
 
 def _read_ahead(

@@ -15,6 +15,8 @@ PICTURE, NUM_PATCHES, PATCH, LARGE_PATCH = (3, 32, 32), 16, 192, 768
 NUM_REGIONS, NUM_QUERIES, NUM_CODEBOOKS, NUM_CHANNELS = 6, 2, 4, 9
 # A place beside the text's first tokens, behind every padding on the left.
 START = 12
+# Frames of a video, tokens of a canvas, and what stands in a text for a picture's tokens.
+NUM_FRAMES, NUM_CANVAS, PLACEHOLDER = 4, 22, 90
 # Longformer's, between a question and its text.
 SEPARATOR = 2
 
@@ -148,6 +150,71 @@ def _speech_of_codes(batch: Batch, draw: Draw) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": draw.ids(22, NUM_CHANNELS), name: labels}
 
 
+def _codes_beside_text(batch: Batch, draw: Draw) -> Batch:
+    return {
+        **batch,
+        "input_ids": torch.cat([batch["input_ids"][..., None], draw.ids(draw.num_tokens, NUM_CODEBOOKS)], -1),
+    }
+
+
+def _protein(batch: Batch, draw: Draw) -> Batch:
+    mask = torch.ones(draw.num_rows, NUM_PATCHES, dtype=torch.long)
+    mask[1:, NUM_PATCHES - 3 :] = 0
+    return {**batch, "protein_input_ids": draw.ids(NUM_PATCHES), "protein_attention_mask": mask}
+
+
+def _canvas(batch: Batch, draw: Draw) -> Batch:
+    targets = draw.ids(NUM_CANVAS)
+    return {**_without(batch, "labels", "shift_labels"), "decoder_input_ids": draw.ids(NUM_CANVAS), "targets": targets}
+
+
+def _placed(batch: Batch, number: int) -> Batch:
+    """Return the batch with so many placeholders in its text, which have no target."""
+    here = slice(START, START + number)
+    found = dict(batch)
+    for name in ("input_ids", "labels", "shift_labels"):
+        if name in batch:
+            found[name] = batch[name].clone()
+            found[name][:, here] = PLACEHOLDER if name == "input_ids" else IGNORED
+    return found
+
+
+def _video(batch: Batch, draw: Draw) -> Batch:
+    question = {"qformer_input_ids": draw.ids(5), "qformer_attention_mask": torch.ones(draw.num_rows, 5).long()}
+    return {**_placed(batch, NUM_FRAMES * NUM_QUERIES), "pixel_values": draw.normal(NUM_FRAMES, *PICTURE), **question}
+
+
+def _actions(batch: Batch, draw: Draw) -> Batch:
+    """Return Pi0's: a picture and a text, and what an arm does, with noise in it."""
+    text = _without(_placed(batch, NUM_PATCHES), "labels", "shift_labels")
+    aim = {"actions": draw.normal(6, 32)} if "labels" in batch else {"targets": draw.ids(6, first=0, end=32)}
+    seen = {"pixel_values": draw.normal(1, *PICTURE), "pixel_attention_mask": torch.ones(draw.num_rows, 1).bool()}
+    return {
+        **text,
+        **seen,
+        **aim,
+        "state": draw.normal(32),
+        "noise": draw.normal(6, 32),
+        "timestep": draw.normal().sigmoid(),
+    }
+
+
+def _picture_of_formula(batch: Batch, draw: Draw) -> Batch:
+    aim = batch["labels"] if "labels" in batch else batch["targets"]
+    return {"decoder_input_ids": draw.ids(aim.shape[1]), **_picture_alone(batch, draw)}
+
+
+def _one_channel(batch: Batch, draw: Draw) -> Batch:
+    mask = torch.ones(draw.num_rows, draw.num_tokens, dtype=torch.long)
+    mask[1:, draw.num_tokens * 3 // 4 :] = 0
+    return {**batch, "input_values": batch["input_values"][:, None], "padding_mask": mask}
+
+
+def _answer_as_written(batch: Batch, draw: Draw) -> Batch:
+    """Return FSMT's, which shifts no labels: its decoder's tokens come beside them."""
+    return batch if "labels" not in batch else {**batch, "decoder_input_ids": draw.ids(batch["labels"].shape[1])}
+
+
 def _frames_for_tokens(batch: Batch, draw: Draw) -> Batch:
     return {**batch, "input_features": draw.normal(128, 8 * draw.num_tokens)}
 
@@ -176,11 +243,16 @@ EXTRAS: dict[str, Callable[[Batch, Draw], Batch]] = {
     "blip": _picture,
     "bros": _parts_of_boxes,
     "dia": _speech_of_codes,
+    "diffusion_gemma": _canvas,
+    "evolla": _protein,
+    "fsmt": _answer_as_written,
     "git": _picture,
     "granite_speech5_ctc": _stacked_frames,
     "idefics": _pictures_with_mask,
     "imagegpt": _pixels_as_tokens,
+    "instructblipvideo": _video,
     "kosmos-2": _placed_picture,
+    "kyutai_speech_to_text": _codes_beside_text,
     "layoutlm": _boxes,
     "layoutlmv3": _boxes_and_picture,
     "lilt": _boxes,
@@ -190,8 +262,11 @@ EXTRAS: dict[str, Callable[[Batch, Draw], Batch]] = {
     "musicgen": _codes_alone,
     "musicgen_melody": _codes_alone,
     "molmo2": _types_of_tokens,
+    "omniasr_ctc": _one_channel,
+    "pi0": _actions,
     "pix2struct": _numbered_patches,
     "pop2piano": _embedded_frames,
+    "pp_formulanet": _picture_of_formula,
     "siglip2": _patches_of_two_sizes,
     "udop": _parts_of_boxes_and_picture,
     "vision-encoder-decoder": _picture_alone,

@@ -68,7 +68,7 @@ def with_images(
         placed = {}
         for name, values in batch.items():
             own, filler = values[row], FILLERS.get(name, IGNORED)
-            if getattr(model.config, "is_encoder_decoder", False) and name not in FILLERS:
+            if own.dim() == 0 or len(own) != len(batch["input_ids"][row]):
                 placed[name] = own  # the decoder's
                 continue
             placed[name] = torch.cat([own[:START], own.new_full((most,), filler), own[START:]])

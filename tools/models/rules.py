@@ -19,7 +19,8 @@ IGNORED = -100
 # The first pattern that matches a whole name decides.
 _AT_MOST = [
     (r"max_window_layers|num_mem_blocks|first_k_dense_replace|num_dense_layers|n_layers_per_attn_res_block|moe_layer_start_index", 1),
-    (r"num_kv_shared_layers|num_mtp_layers|num_nextn_predict_layers|aligner_num_add_layers", 0),
+    (r"aligner_num_add_layers", 1),
+    (r"num_kv_shared_layers|num_mtp_layers|num_nextn_predict_layers", 0),
     (r".*(layer_period|_every_n_layers|layer_interval|layer_group_size|window_pattern|sparse_step|_layer_step)", 2),
     (r"cross_attention_frequency|cross_attn_k", 2),
     (r".*layer_offset|insert_layer_id", 1),
@@ -31,7 +32,8 @@ _AT_MOST = [
     (r".*(head_dim|dim_head)|d_kv|d_head|attention_head_size|kv_channels|d_rel|.*head_size", HEAD_DIM),
     (r".*lora_rank|.*_rank|hc_lowrank|index_topk|dim_model_base", 16),
     (r"(.*_)?vocab_size.*|encoder_hash_byte_group_vocab|.*_vocab|num_embeds", VOCABULARY),
-    (r"num_embeddings|codebook_size", 64),
+    (r"num_embeddings|codebook_size|upsample_groups", 64),
+    (r"num_filters", 4),
     (r"vision_output_dim|projector_input_dim", 4 * HIDDEN),
     (r"moe_intermediate_size|.*expert\w*_intermediate_size|.*expert_ffn_hidden_size|expert_dim|share_expert_dim|moe_hidden_size", 32),
     (r"(.*_)?(intermediate_size\w*|ffn_dim|ffn_hidden_size|d_ff|n_inner|hidden_dim|dff|mlp_dim|dim_ff|feed_forward_size|d_inner)", 96),
@@ -54,6 +56,7 @@ _AT_MOST = [
     (r"patch_size", 8),
     (r"image_size|crop_size|resolution|img_size", 32),
     (r"(.*_)?(hidden_size\w*|d_model|n_embd|embed_dim|emb_dim|dim|embedding_size|width|input_dim|output_dim|proj\w*_dim)", HIDDEN),
+    (r"adapter_input_size", HIDDEN),
     (r"(.*_)?(base_channels|latent_channels|conv_channels|channel_size|latents|projection_size|classifier_proj_size|units)", 16),
 ]  # fmt: skip
 AT_MOST = [(re.compile(pattern), most) for pattern, most in _AT_MOST]
@@ -89,16 +92,21 @@ _GEMMA4_VISION = {
 _SWIN = {"embed_dim": 24, "depths": [2, 2, 2], "num_heads": [3, 6, 12], "window_size": 2}
 # A budget of fewer tokens than a batch has.
 _INDEXER = {
-    "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": HEADS, "indexer_kv_heads": KEY_VALUE_HEADS,
+    "indexer_budget": 8, "indexer_compress_ratio": 4, "indexer_n_heads": HEADS, "indexer_kv_heads": 1,
     "indexer_head_dim": HEAD_DIM,
 }  # fmt: skip
 # What one type needs beside the rules, by the path of the field.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    # The codes of images and of sounds are tokens behind those of the text.
+    "apertus1p5": {
+        "text_config.vocab_size": 2 * VOCABULARY, "image_token_offset": 100, "vision_config.codebook_size": 40, "audio_token_offset": 140,
+        "audio_config.codebook_size": 40, "audio_config.codebook_dim": HIDDEN, "vision_config.base_channels": 32,
+    },
     "bit": {"num_groups": 8},
     "blip-2": {"image_token_index": 90, "num_query_tokens": 4},
     "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGAZ": 80, "IMGIMGBZ": 81}, "vq_config.base_channels": 32},
     "instructblip": {"image_token_index": 90, "num_query_tokens": 4},
-    "instructblipvideo": {"num_query_tokens": 4},
+    "instructblipvideo": {"num_query_tokens": 2, "video_token_index": 90},
     "janus": {"vq_config.base_channels": 32},
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8, "input_size": 32},
     "led": {"attention_window": 16},
@@ -137,19 +145,42 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "deepseek_ocr2": {"text_config.mlp_layer_types": ["dense", "sparse"], "text_config.num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots3_note": {
+        "text_config.per_layer_config": None, "vision_config.mlp_layer_types": ["dense", "sparse"],
+        "vision_config.per_layer_config": None, "audio_config.feature_size": 32,
+    },
     "dots3_note_text": {"per_layer_config": None},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+    "diffusion_gemma": {
+        "text_config.num_experts": 4, "text_config.top_k_experts": 2, "text_config.moe_intermediate_size": 32,
+        "text_config.global_head_dim": HEAD_DIM, "vision_config": _GEMMA4_VISION, "canvas_length": 22,
+    },
     "encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 5},
+    "evolla": {
+        "protein_encoder_config": {
+            "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 96,
+            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": VOCABULARY, "token_dropout": False,
+        },
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "fun_asr_nano": {"adaptor_config.intermediate_size": HIDDEN // 4},
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma4": {"vision_config": _GEMMA4_VISION},
     "shieldgemma2": {"mm_tokens_per_image": 4},
     "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0, "text_config.vocab_size_per_layer_input": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "granite4_vision": {
+        "deepstack_layer_map": [[1, 0]], "spatial_target_layers": [1, 1, 1, 1], "downsample_rate": "1/2", "image_grid_pinpoints": [[32, 32]],
+        "qformer_config.num_hidden_layers": 1,
+    },
+    "hy_v4_vl": {"text_config.rope_parameters": {**_THREE_AXES, "mrope_section": [2, 1, 1]}},
     "glm46v": {"text_config.rope_parameters": _THREE_AXES},
     "glm4v": {"text_config.rope_parameters": _THREE_AXES},
     "glm4v_moe": {"text_config.rope_parameters": _HALF_A_HEAD},
     "glm_ocr": {"text_config.rope_parameters": _THREE_AXES},
+    "kyutai_speech_to_text": {"num_codebooks": 4},
+    "pi0": {"chunk_size": 6, "vlm_config.image_token_id": 90},
     "pix2struct": {"vision_config.patch_embed_hidden_size": 768},
     "vision-encoder-decoder": {"decoder_start_token_id": 0, "pad_token_id": 0},
     "florence2": {
@@ -175,6 +206,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": HEAD_DIM},
     "nemo_speechlm": {"text_config.layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "nemotron": {"num_key_value_heads": KEY_VALUE_HEADS},
+    "t5gemma": {"decoder_start_token_id": 2},  # not padding, which its decoder would hide
     "mobilebert": {"embedding_size": 32},
     # Its chunks and its axes divide the batch's 30 tokens.
     "reformer": {

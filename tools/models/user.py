@@ -26,6 +26,8 @@ def build(case: Case) -> Any:
     import transformers  # noqa: PLC0415
 
     model_class, config = getattr(transformers, case.class_name), tiny_config(case.model_type)
+    if model_class.forward is torch.nn.Module.forward:
+        raise ValueError("the class has no forward: it generates alone")
     if case.kind == "causal LM" and isinstance(text := config.get_text_config(decoder=True), model_class.config_class):
         config = text  # as AutoModelForCausalLM does
     config._experts_implementation = "eager"  # the grouped product takes no float64
@@ -69,7 +71,7 @@ class User(pl.LightningModule):
         targets = batch.pop("shift_labels") if "shift_labels" in batch else batch.pop("targets")
         logits = self.model(**batch).logits
         if targets.dim() == 1:
-            return F.cross_entropy(logits, targets)
+            return F.cross_entropy(logits.flatten(0, -2), targets)  # VideoPrism's are (rows, 1, classes)
         logits = logits[..., logits.shape[-2] - targets.shape[-1] :, :]  # GIT's begin with its picture's
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 

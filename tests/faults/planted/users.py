@@ -657,6 +657,20 @@ USERS = (
         INNER,
     ),
     fault(
+        "what a layer puts into a cache, of which FSDP knows nothing",
+        "parallelize/fsdp/units/object_outputs.py",
+        "if id(each) not in self.given]",
+        "if False]",
+        "tests/parallelize/fsdp/units/test_kept_outputs.py::test_layers_of_which_the_keys_alone_are_read_are_one_devices",
+    ),
+    fault(
+        "a sound that stays cut, for its transcript was whole",
+        "preflight/larger_crops.py",
+        "any(more > few for more, few in lengths)",
+        "longer[0].tokens > crop.tokens",
+        "tests/preflight/test_larger_crops.py::test_a_sound_is_whole_though_its_transcript_was_whole_before",
+    ),
+    fault(
         "a step that says nothing on two rows, and is tried on no more",
         "preflight/larger_crops.py",
         "        if failed is None and (found is None or found.says_something):",

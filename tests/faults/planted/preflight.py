@@ -499,6 +499,13 @@ PREFLIGHT = (
         "tests/preflight/test_other_cuts.py::test_a_step_that_groups_neighbours_is_tried_before_a_batch_that_is_cut_elsewhere[ring-pairs]",
     ),
     fault(
+        "what a step keeps in its closure, which no trial compares",
+        "preflight/recording/attributes.py",
+        "    yield from _outside(module)\n",
+        "",
+        "tests/preflight/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view[closure]",
+    ),
+    fault(
         "a longer micro-batch, in place of which the next step's is tried",
         "preflight/batches_to_try.py",
         "self._records + 1, batch",

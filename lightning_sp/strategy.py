@@ -222,9 +222,9 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def _sharded(self, batch: Any) -> Any:
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
-        most, known = self._checkpointing.most_tokens, self._to_try.known_length
+        most, new = self._checkpointing.most_tokens, self._to_try.is_new
         loop, written = loops.decided_by(trainer), self._run.written
-        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, known_length=known)
+        shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, is_new=new)
         mesh, options, changed = self.zigzag_mesh, self._options(batch), self._run.have_changed(trainer, batch)
         local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most, is_changed=changed)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))

@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.preflight.earlier_step import EarlierStep
 
 # Optimizer steps before which a batch is tried once more: a term may join the loss, a weight leave zero, a rank's state drift.
 AGAIN = (3, 10, 100, 1_000, 10_000)
 # The first batches that are longer than all before are each tried; then those that are longer by a quarter.
 _LONGER = 4
+# Batches that are cut at other places are tried so often, where no trial shows that this is of no matter.
+_MOST_CUTS = 8
 
 
 class BatchesToTry:
@@ -27,6 +30,8 @@ class BatchesToTry:
         self._new_at: EarlierStep | None = None  # when it did, as `expect_comparison` was told
         self.seen_tokens: int | None = None  # of the longest whole batch whose step was run by shapes
         self._longest, self._records = sys.maxsize, 0
+        self._cuts: set[tuple[int, ...]] = set()  # where batches were cut that were tried
+        self._cuts_matter = self.cut_is_untried = False
 
     def expect(self, due: bool, step: int = 0) -> None:
         """Begin a fit at an optimizer step, with a preflight or without."""
@@ -37,6 +42,26 @@ class BatchesToTry:
         self._batch = None
         self._again = [each for each in AGAIN if each > step] if due else []
         self.seen_tokens, self._longest, self._records = None, sys.maxsize, 0
+        self._cuts, self._cuts_matter, self.cut_is_untried = set(), due, False
+
+    def is_new(self, info: SequenceInfo) -> bool:
+        """Return whether the step may do other things on a batch than on those before: it is longer, or cut at other places."""
+        return info.longest > self.known_length or self.is_cut_elsewhere(info)
+
+    def is_cut_elsewhere(self, info: SequenceInfo) -> bool:
+        """Return whether a batch is cut where none was that was tried, and groups of neighbouring tokens may be cut so."""
+        return self._cuts_matter and bool(self._cuts) and info.cut not in self._cuts
+
+    def note_cut(self, info: SequenceInfo, *, alike: bool) -> None:
+        """Note a batch that was tried, by where it is cut.
+
+        Args:
+            info: of the batch.
+            alike: whether trials have shown that this is of no matter.
+        """
+        self._cuts.add(info.cut)
+        self._cuts_matter &= not alike and len(self._cuts) < _MOST_CUTS
+        self.cut_is_untried = False
 
     @property
     def known_length(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.contents.entries import (
     batch_entries,
@@ -27,8 +28,13 @@ from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
+<<<<<<< HEAD
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
 from lightning_sp.preflight.crops.shared_crop import crops_of
+=======
+from lightning_sp.preflight.crops.crop import Crop, is_uneven, uneven_tokens, whole_extent
+from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
+>>>>>>> hd
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
@@ -49,11 +55,13 @@ class TriedBatch(NamedTuple):
         inferred: the entries that were split by their shapes alone, along which dim.
         has_targets: False where all of the batch's are ignored, so that nothing was compared.
         seen_tokens: of the longest whole batch whose step was run by shapes; None where no length can change what a step calls.
+        cuts_alike: whether it is of no matter where sequences are cut: pieces were compared that no group of neighbouring tokens fills.
     """
 
     inferred: dict[str, int]
     has_targets: bool = True
     seen_tokens: int | None = None
+    cuts_alike: bool = False
 
 
 def try_first_batch(
@@ -69,6 +77,7 @@ def try_first_batch(
     may_retry: bool = False,
     counters: Sequence[Counter] = (),
     seen_tokens: int | None = None,
+    cut_is_untried: bool = False,
 ) -> TriedBatch:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -84,6 +93,7 @@ def try_first_batch(
         may_retry: a refusal is not the last word, for the global view is tried then: as `Trial` has it.
         counters: the user's numbers that have counted batches, not yet tried as later in the run.
         seen_tokens: as `TriedBatch` had it before.
+        cut_is_untried: a batch of this rank is cut at other places than those that were tried.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
@@ -91,12 +101,12 @@ def try_first_batch(
     if why := _why_not(batch, runner, options):
         if not after:
             rank_zero_info(f"preflight: skipped, for {why}")
-        return TriedBatch({})
+        return TriedBatch({}, cuts_alike=True)
     inferred = _inferred(batch, options)
     trial = partial(_compare, batch, runner, run, config, options, in_float32, monitored)
     try:
-        found, has_targets, seen_tokens = trial(
-            after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens
+        found, has_targets, seen_tokens, alike = trial(
+            after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens, cut_is_untried=cut_is_untried
         )
     except SequenceParallelError as error:
         # Of a refusal that is the last word.
@@ -105,7 +115,7 @@ def try_first_batch(
         raise
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
-    return TriedBatch(inferred, has_targets, seen_tokens)
+    return TriedBatch(inferred, has_targets, seen_tokens, alike)
 
 
 def _compare(
@@ -121,22 +131,23 @@ def _compare(
     may_retry: bool,
     counters: Sequence[Counter],
     seen_tokens: int | None,
-) -> tuple[Agreement | None, bool, int | None]:
-    """Return what was found, None where nothing was, whether the batch has targets, and what is now seen of lengths."""
+    cut_is_untried: bool,
+) -> tuple[Agreement | None, bool, int | None, bool]:
+    """Return what was found, None where nothing was, whether the batch has targets, and what is now seen of lengths and of cuts."""
     runner.end_run()
     wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
     cut = crops_of(batch, runner, config, options)
     crop, own = cut(wanted=wanted)
     if crop.num_targets == 0:
-        which = f"batch after {after} optimizer steps" if after else "first batch"
-        rank_zero_warn(
-            f"preflight: not possible, for every target of the {which} is ignored: nothing was compared; a later one will be"
-        )
-        return None, False, seen_tokens
+        rank_zero_warn(_without_targets(after))
+        return None, False, seen_tokens, False
+
+    def tried_on(crop: Crop, own: Crop) -> Trial:
+        return replace(_trial(crop, own, runner, run, options, in_float32), may_retry=may_retry)
 
     def compared(crop: Crop, own: Crop) -> Agreement | None:
-        trial = replace(_trial(crop, own, runner, run, options, in_float32), may_retry=may_retry)
         read = partial(_read_ahead, crop, options, runner, run, tries_global_view=config.tries_global_view)
+        trial = tried_on(crop, own)
         return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read, counters)
 
     try:
@@ -147,27 +158,61 @@ def _compare(
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
-        split = runner.context.mesh.layout.size > 1
-        if found is None or math.isnan(found.difference) or wanted is not None or not split:
-            return found, True, seen_tokens
-        tried = crop.tokens, seen_tokens or 0
+        layout = runner.context.mesh.layout
+        if found is None or math.isnan(found.difference) or wanted is not None or layout.size == 1:
+            return found, True, seen_tokens, wanted is not None or layout.size == 1
+        tried, alike = (crop.tokens, seen_tokens or 0), is_uneven(crop.tokens, layout)
         if not after:
             long, own = cut(wanted=None, longer=True, checkpointed=checkpoints(config))
             tried = crop.tokens, long.tokens
             if long.tokens > crop.tokens and long.num_targets != 0:
                 runner.start_run()
-                _try_longer(replace(_trial(long, own, runner, run, options, in_float32), may_retry=may_retry), own)
+                alike |= _try_longer(tried_on(long, own), own) and is_uneven(long.tokens, layout)
+        alike = alike or (after > 0 and _try_uneven(batch, cut, runner, options, tried_on, is_due=cut_is_untried))
         if _may_run_by_shapes(runner, config) and (not after or seen_tokens is not None):
             check_untried_length(batch, own, runner, run, options, tried)
             seen_tokens = max(seen_tokens or 0, *whole_extent(batch, options)[1:])
-        return found, True, seen_tokens
+        return found, True, seen_tokens, alike
     except TrialFailedError as error:
         if not after:
             raise
         rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
-        return None, True, seen_tokens
+        return None, True, seen_tokens, False
     finally:
         runner.start_run()
+
+
+def _without_targets(after: int) -> str:
+    which = f"batch after {after} optimizer steps" if after else "first batch"
+    return f"preflight: not possible, for every target of the {which} is ignored: nothing was compared; a later one will be"
+
+
+def _try_uneven(
+    batch: Any,
+    cut: Callable[..., tuple[Crop, Crop]],
+    runner: StepRunner,
+    options: ShardOptions,
+    trial: Callable[[Crop, Crop], Trial],
+    *,
+    is_due: bool,
+) -> bool:
+    """Compare at a length whose pieces cut groups of neighbouring tokens, if any rank has such a batch; return whether that was done.
+
+    Where the step fails there, whole, it is compared at one that is cut as this batch is.
+    """
+    layout, world = runner.context.mesh.layout, runner.groups.world
+    of_ranks = comm.gather_objects((is_due, max(whole_extent(batch, options)[1:])), world)
+    if not any(due for due, _ in of_ranks):
+        return False
+    least = min(tokens for _, tokens in of_ranks)
+    for wanted in ({"wanted": uneven_tokens(least, layout)}, {"wanted": None, "longer": True}):
+        crop, own = cut(**wanted)
+        if crop.num_targets == 0:
+            continue
+        runner.start_run()
+        if _try_longer(trial(crop, own), own):
+            return "longer" not in wanted
+    return False
 
 
 def _may_run_by_shapes(runner: StepRunner, config: StrategyConfig) -> bool:
@@ -204,16 +249,21 @@ def _run_again(trial: Trial, after: int, read: Callable[[], None], counters: Seq
         return None
 
 
-def _try_longer(trial: Trial, own: Crop) -> None:
-    """Compare at another length what may depend on it: a window, a scaling of long contexts, groups of neighbouring tokens."""
+def _try_longer(trial: Trial, own: Crop) -> bool:
+    """Compare at another length what may depend on it: a window, a scaling of long contexts, groups of neighbouring tokens.
+
+    Returns:
+        Whether the step ran there.
+    """
     apart = trial_of_groups(trial, *trial.of_group) if trial.context.mesh.data_parallel_size > 1 else trial
     try:
         found = run_longer(replace(apart, crop=f"a crop of {own.rows} x {own.tokens} tokens"))
     except TrialFailedError as error:
         rank_zero_info(f"preflight: not compared at {own.tokens} tokens: {error}")
-        return
+        return False
     if found is not None:
         rank_zero_info(found.describe())
+    return True
 
 
 def _trial(

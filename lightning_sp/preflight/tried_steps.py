@@ -53,6 +53,7 @@ class TriedSteps(CarriedSteps, ABC):
         if is_changed:
             step = trainer.global_step if self._begins else self._next_step
             self._to_try.expect_changed(step, self._info.longest, batch)
+            self._to_try.cut_is_untried |= self._to_try.is_cut_elsewhere(self._info)
         self._to_try.offer(batch, training=trainer.training, step=trainer.global_step, padded=self._pads_step)
 
     def _offer_after_hooks(self, handed: Any, schedules: Schedules) -> bool:
@@ -127,7 +128,10 @@ class TriedSteps(CarriedSteps, ABC):
         if whole is None:
             return
         hook, before = "on_train_batch_start", self.sees_whole_sequences
-        known = self._trial_options() | {"seen_tokens": self._to_try.seen_tokens}
+        known = self._trial_options() | {
+            "seen_tokens": self._to_try.seen_tokens,
+            "cut_is_untried": self._to_try.cut_is_untried and not before,
+        }
         batch, then = self._to_try.tried(whole)
 
         def tried() -> TriedBatch:
@@ -149,11 +153,12 @@ class TriedSteps(CarriedSteps, ABC):
                 return trial(after=after, may_retry=self._may_try, **told)
 
         try:
-            inferred, has_targets, seen_tokens = self._carried(tried, tried_after=False)
+            inferred, has_targets, seen_tokens, alike = self._carried(tried, tried_after=False)
         except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
-            inferred, has_targets, seen_tokens = tried()
+            inferred, has_targets, seen_tokens, alike = tried()
         say_what_was_not_shown(then, are_shown=self._steps.operations_are_shown or self.sees_whole_sequences)
         self._to_try.note_length(self._info.longest, seen_tokens)
+        self._to_try.note_cut(self._info, alike=alike or self.sees_whole_sequences)
         if not has_targets:
             within = self._next_step > self._module.trainer.global_step
             self._to_try.expect_next(self._next_step, after, within=within)

@@ -135,7 +135,7 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     undo, mutable = undo_in_run(root, getattr(root, "_trainer", None))
     copies: Copies = {}
     _remember_all(mutable, undo, visited, copies)
-    for value, put in kept_outside([*modules, *others], is_file_of_user):
+    for _, value, put in kept_outside([*modules, *others], is_file_of_user):
         undo.append(put)
         _remember_all([value], undo, visited, copies, of_object=True)
     for other in others:

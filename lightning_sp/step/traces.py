@@ -15,12 +15,26 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CellType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 NUMBERS = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
+
+
+class Kept(NamedTuple):
+    """What code keeps outside of an object.
+
+    Args:
+        name: as a user would write it, behind the class, function or file that it is in.
+        value: what it is now.
+        put: puts the name itself back.
+    """
+
+    name: str
+    value: Any
+    put: Callable[[], object]
 
 
 def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object]], list[Any]]:
@@ -56,8 +70,8 @@ def _restore_numbers(owner: Any, before: dict[str, Any]) -> None:
         setattr(owner, name, before[name])
 
 
-def kept_outside(owners: list[Any], is_users: Callable[[str], bool]) -> Iterator[tuple[Any, Callable[[], object]]]:
-    """Yield what the code of objects keeps outside of them, each with what puts the name itself back.
+def kept_outside(owners: list[Any], is_users: Callable[[str], bool]) -> Iterator[Kept]:
+    """Yield what the code of objects keeps outside of them.
 
     Args:
         owners: modules and callbacks.
@@ -67,7 +81,7 @@ def kept_outside(owners: list[Any], is_users: Callable[[str], bool]) -> Iterator
     for each in dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__):
         # FSDP2 gives a module a class of its own, behind which the user's stands: `type(self).seen += 1` writes to that.
         if any(is_users(kind.__module__) for kind in each.__mro__):
-            yield None, partial(_restore_numbers, each, _numbers(each))
+            yield Kept(each.__name__, None, partial(_restore_numbers, each, _numbers(each)))
             yield from _of_class(each, seen, is_users)
     for value in (value for owner in owners for value in _attributes(owner)):
         if isinstance(value, FunctionType):
@@ -80,42 +94,37 @@ def _attributes(owner: Any) -> Iterator[Any]:
         yield from value.values() if "_hooks" in name and isinstance(value, dict) else (value,)
 
 
-def _of_class(
-    kind: type, seen: set[int], is_users: Callable[[str], bool]
-) -> Iterator[tuple[Any, Callable[[], object]]]:
+def _of_class(kind: type, seen: set[int], is_users: Callable[[str], bool]) -> Iterator[Kept]:
     for name, value in list(vars(kind).items()):
         function = _function(value)
         if function is not None:
             yield from _of_function(function, seen, is_users)
         elif not name.startswith("__") and type(value) in _CONTAINERS:
-            yield value, lambda: None
+            yield Kept(f"{kind.__name__}.{name}", value, _nothing)
 
 
-def _of_function(
-    function: FunctionType, seen: set[int], is_users: Callable[[str], bool]
-) -> Iterator[tuple[Any, Callable[[], object]]]:
+def _of_function(function: FunctionType, seen: set[int], is_users: Callable[[str], bool]) -> Iterator[Kept]:
     if id(function) in seen or not is_users(function.__module__ or ""):
         return
     seen.add(id(function))
     attributes = vars(function)
-    yield attributes, lambda: None
-    for value in function.__defaults__ or ():
-        yield value, lambda: None
-    for cell in function.__closure__ or ():
+    own = function.__qualname__.replace(".<locals>", "")
+    yield Kept(own, attributes, _nothing)
+    for i, value in enumerate(function.__defaults__ or ()):
+        yield Kept(f"{own}.{i}", value, _nothing)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # an empty one
             value = cell.cell_contents
             if (inner := _function(value)) is not None:
                 yield from _of_function(inner, seen, is_users)
             else:
-                yield value, partial(_refill, cell, value)
+                yield Kept(f"{own}.{name}", value, partial(_refill, cell, value))
     if id(function.__globals__) not in seen:
         seen.add(id(function.__globals__))
         yield from _of_file(function.__globals__, seen, is_users)
 
 
-def _of_file(
-    names: dict[str, Any], seen: set[int], is_users: Callable[[str], bool]
-) -> Iterator[tuple[Any, Callable[[], object]]]:
+def _of_file(names: dict[str, Any], seen: set[int], is_users: Callable[[str], bool]) -> Iterator[Kept]:
     for name, value in list(names.items()):
         if name.startswith("__"):
             continue
@@ -123,7 +132,12 @@ def _of_file(
         if function is not None:
             yield from _of_function(function, seen, is_users)
         elif not isinstance(value, (type, type(sys))):
-            yield value, partial(_put_back, names, name, value, partial(names.__setitem__, name, value))
+            put = partial(_put_back, names, name, value, partial(names.__setitem__, name, value))
+            yield Kept(f"{names.get('__name__', '')}.{name}", value, put)
+
+
+def _nothing() -> None:
+    """Leave a name as it is: what is behind it is put back by itself."""
 
 
 def _function(value: Any) -> FunctionType | None:

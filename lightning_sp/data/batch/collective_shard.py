@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +31,7 @@ def collective_shard(
     by_hand: bool,
     ends: bool = False,
     is_changed: bool = False,
-    known_length: int = sys.maxsize,
+    is_new: Callable[[SequenceInfo], bool] = lambda _: False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
     written: comm.Written = comm.NOTHING_WRITTEN,
@@ -46,7 +46,7 @@ def collective_shard(
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
         is_changed: numbers by which the step may do other things have changed on this rank.
-        known_length: tokens of a whole sequence, above which the step may do other things, too.
+        is_new: tells of a batch on which the step may do other things, too.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
         written: what this rank has written to outside of its steps.
@@ -69,7 +69,7 @@ def collective_shard(
             loop=loop,
             is_longer=info is not None and info.local_tokens > most_tokens,
             is_padded=info is not None and info.pads,
-            is_changed=is_changed or (info is not None and info.longest > known_length),
+            is_changed=is_changed or (info is not None and is_new(info)),
             written=written,
             group=group,
         )

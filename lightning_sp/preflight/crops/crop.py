@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,6 +81,22 @@ def longer_tokens(rows: int, length: int, layout: SequenceLayout, *, least: int)
         if 2 * piece > most:
             return piece * multiple
     return most * multiple
+
+
+def uneven_tokens(length: int, layout: SequenceLayout) -> int:
+    """Return the length of a crop, no longer than a sequence, whose pieces no group of 2, 3, 4 or 5 neighbouring tokens fills.
+
+    Args:
+        length: tokens of the whole sequence.
+        layout: the degrees.
+    """
+    pieces = layout.padded_length(length) // layout.multiple
+    return layout.multiple * next(each for each in (13, 11, 7, 5, 3, 1) if each <= pieces)
+
+
+def is_uneven(length: int, layout: SequenceLayout) -> bool:
+    """Return whether groups of 2, 3, 4 and 5 neighbouring tokens are cut by the pieces of a sequence, if tokens are grouped at all."""
+    return math.gcd(layout.padded_length(length) // layout.multiple, 30) == 1
 
 
 def crop_extent(

@@ -16,7 +16,14 @@ from torchmetrics import Metric
 from lightning_sp import comm
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
-from lightning_sp.step.isolation import MAX_VISITED, OF_THE_FRAMEWORK, is_object_of_user
+from lightning_sp.step.isolation import (
+    MAX_BYTES,
+    MAX_VISITED,
+    OF_THE_FRAMEWORK,
+    is_file_of_user,
+    is_object_of_user,
+)
+from lightning_sp.step.traces import kept_outside
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
 
@@ -147,7 +154,8 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of the user's modules and of the user's callbacks, which hooks of modules may fill."""
+    """Yield the attributes of the user's modules and of the user's callbacks, which hooks of modules may fill, and what is kept outside."""
+    yield from _outside(module)
     trainer = getattr(module, "_trainer", None)
     for each in [] if trainer is None else of_user(trainer):
         yield from ((f"{type(each).__name__}.{name}", value) for name, value in vars(each).items())
@@ -163,6 +171,17 @@ def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{name}", value
                 if not isinstance(value, (Metric, nn.Module)) and is_object_of_user(value):
                     yield from ((f"{prefix}.{name}.{n}", v) for n, v in vars(value).items())
+
+
+def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield what functions of the user's modules and callbacks close over, and what their files and classes keep: numbers, lists, dicts,
+    tensors that a trial puts back."""
+    trainer = getattr(module, "_trainer", None)
+    owners = [*module.modules(), *([] if trainer is None else of_user(trainer))]
+    for name, value, _ in kept_outside(owners, is_file_of_user):
+        is_small = isinstance(value, Tensor) and value.nbytes <= MAX_BYTES and not isinstance(value, nn.Parameter)
+        if is_small or isinstance(value, (int, float, list, tuple, deque, dict)):
+            yield name, value
 
 
 def _is_number(value: Any) -> bool:

@@ -487,9 +487,23 @@ PREFLIGHT = (
     fault(
         "a batch that is longer than all before, which no trial hears of",
         "data/batch/collective_shard.py",
-        " or (info is not None and info.longest > known_length)",
+        " or (info is not None and is_new(info))",
         "",
         "tests/preflight/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[steps]",
+    ),
+    fault(
+        "a batch that is cut at other places than those before, which no trial hears of",
+        "preflight/batches_to_try.py",
+        " or self.is_cut_elsewhere(info)",
+        "",
+        "tests/preflight/test_other_cuts.py::test_a_step_that_groups_neighbours_is_tried_before_a_batch_that_is_cut_elsewhere[ring-pairs]",
+    ),
+    fault(
+        "what a step keeps in its closure, which no trial compares",
+        "preflight/recording/attributes.py",
+        "    yield from _outside(module)\n",
+        "",
+        "tests/preflight/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view[closure]",
     ),
     fault(
         "a longer micro-batch, in place of which the next step's is tried",

@@ -28,13 +28,8 @@ from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
-<<<<<<< HEAD
-from lightning_sp.preflight.crops.crop import Crop, whole_extent
-from lightning_sp.preflight.crops.shared_crop import crops_of
-=======
 from lightning_sp.preflight.crops.crop import Crop, is_uneven, uneven_tokens, whole_extent
-from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
->>>>>>> hd
+from lightning_sp.preflight.crops.shared_crop import crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement

@@ -35,7 +35,7 @@ from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.indices.padding import check_padding_read
 from lightning_sp.preflight.indices.part_indices import check_part_indices
-from lightning_sp.preflight.larger_crops import checkpoints, compared_on_crops, of_all_rows, of_whole_sequences
+from lightning_sp.preflight.larger_crops import LARGER, checkpoints, compared_on_crops
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.preflight.untried_length import check_untried_length
@@ -146,9 +146,7 @@ def _compare(
         return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read, counters)
 
     try:
-        larger = (
-            [] if wanted else [partial(each, batch, cut, options, config) for each in (of_whole_sequences, of_all_rows)]
-        )
+        larger = [] if wanted else [partial(each, batch, cut, options, config) for each in LARGER]
         found, crop = compared_on_crops(compared, (crop, own), larger, runner)
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.

@@ -81,3 +81,7 @@ def of_whole_sequences(
     # Of any sequence: a transcript may be whole in the crop, and its sound is not.
     lengths = zip(whole_extent(longer[0].batch, options)[1:], whole_extent(crop.batch, options)[1:], strict=True)
     return longer if any(more > few for more, few in lengths) and longer[0].num_targets != 0 else None
+
+
+# In the order in which they are tried.
+LARGER = (of_whole_sequences, of_all_rows)

@@ -396,8 +396,8 @@ PREFLIGHT = (
     fault(
         "a step that reads by places in the whole sequence refused for its crop",
         "preflight/first_batch.py",
-        "            [] if wanted else [",
-        "            [] if True else [",
+        "larger = [] if wanted else [",
+        "larger = [] if True else [",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[antecedents]",
     ),
     fault(

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parameter_names import shown, user_name
 
 # What learning rate schedulers keep in a group, beside an optimizer's own.
 _OF_SCHEDULERS = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "weight_decay")
@@ -27,6 +28,18 @@ class AgreedUpdate:
     def __init__(self) -> None:
         self._told: comm.Largest | None = None
         self._numbers: dict[str, Any] = {}
+
+    def start(self, optimizers: Sequence[Optimizer], root: nn.Module, group: ProcessGroup | None) -> None:
+        """Begin a fit, whose model is sharded and in no step. Every rank must call it.
+
+        Communicates: one all_reduce of 16 bytes on the host.
+
+        Raises:
+            SequenceParallelError: ranks have other optimizers, or other weights in them.
+        """
+        own = members(optimizers, root)
+        if not comm.all_equal(tensor([comm.digest_of(own)]), group):
+            raise SequenceParallelError(_difference(comm.gather_objects(own, group)))
 
     def tell(
         self,
@@ -76,6 +89,7 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for number, optimizer in enumerate(optimizers):
         for group, options in enumerate(optimizer.param_groups):
+            found[f"number of weights of optimizer {number}, group {group}"] = len(options["params"])
             for name, value in options.items():
                 if name not in optimizer.defaults and name not in _OF_SCHEDULERS:
                     continue  # a note of the user's
@@ -84,6 +98,22 @@ def hyperparameters(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
                 numbers = value if isinstance(value, tuple) else (value,)
                 if all(isinstance(each, (bool, int, float)) for each in numbers):
                     found[f"{name} of optimizer {number}, group {group}"] = value
+    return found
+
+
+def members(optimizers: Sequence[Optimizer], root: nn.Module) -> dict[str, str]:
+    """Return of which class optimizers are, and which weights are in which of their groups, each with options of its own.
+
+    A script that splits weights by a set of names has them in another order on each rank, unless PYTHONHASHSEED is set.
+    """
+    names = {id(value): user_name(name) for name, value in root.named_parameters()}
+    found = {}
+    for number, optimizer in enumerate(optimizers):
+        found[f"class of optimizer {number}"] = type(optimizer).__name__
+        for group, options in enumerate(optimizer.param_groups):
+            inside = sorted(names.get(id(each), "another") for each in options["params"])
+            digest = comm.digest_of(dict.fromkeys(inside)) & 0xFFFFFF
+            found[f"weights of optimizer {number}, group {group}"] = f"{shown(inside)} (digest {digest:06x})"
     return found
 
 

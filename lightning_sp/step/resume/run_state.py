@@ -51,7 +51,7 @@ class RunState:
         self.schedules = Schedules()
 
     def start(self, trainer: Any, mesh: SequenceMesh, group: ProcessGroup | None, *, fitting: bool) -> None:
-        """Begin a run with rank 0's seed. Communicates: one broadcast of it; as `AgreedWrites.start`."""
+        """Begin a run with rank 0's seed. Communicates: one broadcast of it; as `AgreedWrites.start` and `AgreedUpdate.start`."""
         module = trainer.lightning_module
         self.buffers.follow(module, mesh)
         if fitting:
@@ -66,6 +66,7 @@ class RunState:
                 acts_between=between,
             )
         if fitting:
+            self.update.start(trainer.strategy.optimizers, module, group)
             self.streams.start_run(trainer.global_step, mesh)
             self.replicas.start_run(trainer.global_step)
             self.alone.start_run(trainer.global_step)

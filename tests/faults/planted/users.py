@@ -440,6 +440,13 @@ USERS = (
         "tests/step/agreement/test_replicas.py::test_replicas_that_come_apart_are_named[before a checkpoint]",
     ),
     fault(
+        "groups of an optimizer that hold other weights on one rank",
+        "step/agreement/agreed_update.py",
+        "        if not comm.all_equal(tensor([comm.digest_of(own)]), group):\n",
+        "        if False:\n",
+        "tests/step/agreement/test_agreed_update.py::test_a_group_of_other_weights_is_refused_before_the_first_update",
+    ),
+    fault(
         "a hook of one rank alone without a word",
         "step/agreement/rank_alone.py",
         "        own = {**_buffers(root, mesh), **_hooks(root)}\n",

@@ -21,6 +21,15 @@ class Uneven(Plain):
         if self.where == "dropout":
             self.model.dropout = torch.nn.Dropout(0.1)
 
+    def configure_optimizers(self) -> Any:
+        weights = list(self.parameters())
+        if self.where == "other weights" and self.global_rank == 1:
+            weights = weights[::-1]
+        if self.where in ("other weights", "another order"):
+            order = -1 if self.where == "another order" and self.global_rank == 1 else 1
+            return torch.optim.AdamW([{"params": weights[:6][::order]}, {"params": weights[6:], "lr": 0.1}], lr=self.lr)
+        return torch.optim.AdamW(weights, lr=self.lr)
+
     def change(self, where: str) -> None:
         if where == self.where and self.global_step >= 1 and (self.on_all or self.global_rank == 1):
             for group in self.optimizers().param_groups:  # type: ignore[union-attr]

@@ -37,6 +37,17 @@ def test_what_one_rank_changes_of_its_step_is_refused_before_the_update(pools, w
         assert answer["steps"] == 1
 
 
+def test_a_group_of_other_weights_is_refused_before_the_first_update(pools):
+    for answer in pools(2).run(ranks.fit, "other weights", 2, LAYOUT):
+        assert "weights of optimizer 0, group 0 is model." in answer["said"], answer
+        assert answer["steps"] == 0
+
+
+def test_the_order_of_weights_in_a_group_is_a_ranks_own(pools):
+    for answer in pools(2).run(ranks.fit, "another order", 2, LAYOUT):
+        assert (answer["said"], answer["steps"]) == ("", 2)
+
+
 def test_one_of_all_ranks_is_followed(pools):
     for answer in pools(2).run(ranks.fit, "training_step", 2, LAYOUT, True):
         assert answer["said"] == ""

@@ -91,7 +91,7 @@ def attention_op(
     spec = decode(code)
     ulysses = Ulysses.of(spec.ulysses_group, q.shape[1], k.shape[1], spec.options.ulysses_stages)
     group, sizes = comm.group_by_name(spec.ring_group), (q.shape[2] * ulysses.size, k.shape[2] * ulysses.size)
-    _check_peers(group, ulysses.group)
+    _check_peers("attention", group, ulysses.group)
     visible = empty_map(code, comm.size_of(group) * ulysses.size)
     if visible.numel():
         # Before anything else travels: a function that fails here fails on all ranks.
@@ -158,7 +158,7 @@ def attention_backward_op(
     code = Code(numbers, factors, tensors, options)
     spec = decode(code)
     ulysses = Ulysses.of(spec.ulysses_group, num_heads, num_kv_heads, spec.options.ulysses_stages)
-    _check_peers(comm.group_by_name(spec.ring_group), ulysses.group)
+    _check_peers("the backward of attention", comm.group_by_name(spec.ring_group), ulysses.group)
     qkv = [(saved[0], saved[1], saved[2])] if ulysses.group is None else exchanged_qkv(saved, ulysses)
     first_q, first_k, _ = qkv[0]
     ring = _ring(_plan(spec, ulysses, first_q, (first_q.shape[2], first_k.shape[2]), visible), spec, ulysses)
@@ -190,15 +190,15 @@ def exchange_gradients_op(packed: Tensor, received: list[int], ulysses_group: st
     """Exchange packed gradients. Shapes: any, an equal part of its elements for each rank -> (sum(received),), in rank order."""
     ulysses = comm.group_by_name(ulysses_group)
     assert ulysses is not None
-    _check_peers(ulysses)
+    _check_peers("the exchange of gradients of attention", ulysses)
     return exchange_gradients(packed, received, ulysses)
 
 
-def _check_peers(*groups: ProcessGroup | None) -> None:
+def _check_peers(what: str, *groups: ProcessGroup | None) -> None:
     """Meet before what travels, for it may go by memory that ranks share."""
     for each in groups:
         if each is not None:
-            comm.check_peers(each)
+            comm.check_peers(each, what)
 
 
 attention_op.register_fake(fake_forward)

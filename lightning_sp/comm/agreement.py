@@ -33,7 +33,7 @@ def agree(error: str | None, group: ProcessGroup | None = None) -> None:
         return
     whole = group or world()
     assert whole is not None
-    check_peers(whole)
+    check_peers(whole, "an agreement")
     device = torch.device("cpu") if takes_host_tensors(whole) else torch.device("cuda", torch.cuda.current_device())
     failed = torch.tensor([1 if error else 0], dtype=torch.int64, device=device)
     dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
@@ -58,7 +58,7 @@ def all_equal(value: Tensor, group: ProcessGroup | None = None) -> bool:
     """
     if not dist.is_initialized():
         return True
-    check_peers(group)
+    check_peers(group, "a comparison", value)
     both = torch.stack([value, -value])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     return bool((both[0] == -both[1]).all().item())
@@ -71,7 +71,7 @@ def are_alike(x: Tensor, group: ProcessGroup | None = None) -> Tensor:
 
     Communicates: one all_reduce of 16 bytes.
     """
-    check_peers(group)
+    check_peers(group, "a comparison of tokens")
     values = x.detach().double().reshape(-1)
     number = (values.view(torch.int64) * (2 * torch.arange(len(values), device=x.device) + 1) * 0x9E3779B97F4A7C1).sum()
     both = torch.stack([number, -number])
@@ -91,7 +91,7 @@ class Largest:
     """
 
     def __init__(self, values: Tensor, group: ProcessGroup | None = None) -> None:
-        check_peers(group)
+        check_peers(group, "an all-reduce for the largest", values)
         self._values = values
         self._work = dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group, async_op=True)
 
@@ -114,7 +114,7 @@ class Spread:
     """
 
     def __init__(self, values: Tensor, tolerance: float, part: int = 0, num_parts: int = 1) -> None:
-        check_peers(None)
+        check_peers(None, "a comparison of numbers")
         self._tolerance = tolerance
         # nan is no larger than anything, on any rank.
         values = torch.nan_to_num(values)

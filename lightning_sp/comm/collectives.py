@@ -41,7 +41,7 @@ class Exchange:
         group: ProcessGroup,
         output: Tensor | None = None,
     ) -> None:
-        check_peers(group)
+        check_peers(group, "an all-to-all")
         self._output = buffer.new_empty(sum(received)) if output is None else output
         self._buffer: Tensor | None = buffer
         self._work = dist.all_to_all_single(
@@ -73,7 +73,7 @@ def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
         return [tensor]
     if is_traced(tensor):
         return list(all_gather_op(tensor.detach(), dist.get_world_size(group), group_name(group)).unbind())
-    check_peers(group)
+    check_peers(group, "an all-gather", tensor)
     sent = tensor.detach().contiguous().view(-1).view(torch.uint8)
     parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, sent, group=group)
@@ -84,7 +84,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Return the picklable values of all ranks, in rank order; small ones only, outside a step."""
     if not dist.is_initialized():
         return [value]
-    check_peers(group)
+    check_peers(group, "an all-gather of objects")
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -92,14 +92,14 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 def barrier(device: torch.device) -> None:
     """Wait for the whole world. A backend for devices alone (NCCL) needs this rank's, or it would guess one."""
-    check_peers(None)
+    check_peers(None, "a barrier")
     whole = dist.group.WORLD
     dist.barrier(device_ids=None if whole is None or takes_host_tensors(whole) else [device.index])
 
 
 def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:
     """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
-    check_peers(group)
+    check_peers(group, "a broadcast of an object")
     box = [value]
     dist.broadcast_object_list(box, group=group, group_src=source)
     return box[0]
@@ -107,7 +107,7 @@ def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) ->
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None, source: int = 0) -> Tensor:
     """Overwrite `tensor` with that of rank `source` within the group and return it."""
-    check_peers(group)
+    check_peers(group, "a broadcast", tensor)
     dist.broadcast(tensor, group=group, group_src=source)
     return tensor
 
@@ -118,7 +118,7 @@ def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return tensor
     if is_traced(tensor):
         return _all_reduced(tensor, "sum", group)
-    check_peers(group)
+    check_peers(group, "an all-reduce", tensor)
     total = tensor.detach().clone()
     dist.all_reduce(total, group=group)
     return total
@@ -140,7 +140,7 @@ def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
         return tensor
     if is_traced(tensor):
         return _all_reduced(tensor, "max", group)
-    check_peers(group)
+    check_peers(group, "an all-reduce for the largest", tensor)
     result = tensor.detach().clone()
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
     return result

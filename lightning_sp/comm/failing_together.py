@@ -4,7 +4,8 @@
     rank 1    meets ... collective ... raises an error of its own: tells
 
 A wait in a collective cannot be interrupted. So within `failing_together` the ranks of a group meet in the store before each: all go on, or
-none. A step of training does not pay for that; a trial of one does, for its error may be answered.
+none. A step of training does not pay for that; a trial of one does, for its error may be answered. Each says what it comes for: ranks that
+come to different collectives would read each other's bytes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.users_line import users_line
 
 _GO_ON, _STOP = "1", "2"
 # How long a rank that fails tells that: the store's host may be out of reach.
@@ -39,11 +43,13 @@ class _Meetings:
     <key>/groups/<number>            a name
     <key>/<group>                    how many have come to its meetings, all together
     <key>/<group>/<meeting>          whether they go on
+    <key>/<group>/<meeting>/for      what the first of them has come for, its rank and its line
     """
 
     def __init__(self) -> None:
         self._store, self._key = _c10d._get_default_store(), f"lightning_sp/meetings/{next(_numbers)}"
-        self._threads, self._named = {threading.get_ident()}, set[str]()
+        self._threads = {threading.get_ident()}
+        self._count: dict[str, int] = {}  # of this rank's meetings, by group
 
     @property
     def is_here(self) -> bool:
@@ -54,31 +60,49 @@ class _Meetings:
         """Meet in this thread, too."""
         self._threads.add(threading.get_ident())
 
-    def meet(self, group: ProcessGroup) -> None:
-        """Wait until all of a group are here, or one has failed.
+    def meet(self, group: ProcessGroup, what: str) -> None:
+        """Wait until all of a group are here for the same collective, or one has failed.
+
+        Args:
+            group: whose.
+            what: the collective.
 
         Raises:
             PeerError: one has failed, of this group or of another that one of this group waits for.
+            SequenceParallelError: the first that came has come for another collective.
         """
         store, size = self._store, dist.get_world_size(group)
         name = f"{size}/{group.group_name}/{dist.get_process_group_ranks(group)[0]}"
         key = f"{self._key}/{name}"
-        if name not in self._named:
-            self._named.add(name)
+        if name not in self._count:
             number = store.add(f"{self._key}/groups", 1)
             store.set(f"{self._key}/groups/{number}", name)
+        own = self._count[name] = self._count.get(name, -1) + 1
+        self._compare(f"{key}/{own}/for", what)
         come = store.add(key, 1)
         meeting = (come - 1) // size
         decision = f"{key}/{meeting}"
         if come % size == 0:
             told = store.compare_set(decision, "", _GO_ON).decode()
-            store.delete_key(f"{key}/{meeting - 1}")  # all have read it, for all are here
+            for read in (f"{key}/{meeting - 1}", f"{key}/{meeting}/for"):  # by all, for all are here
+                store.delete_key(read)
         elif store.check([f"{self._key}/failed"]):
             told = store.compare_set(decision, "", _STOP).decode()
         else:
             told = store.get(decision).decode()
         if told != _GO_ON:
             raise PeerError("another rank has failed by itself")
+
+    def _compare(self, key: str, what: str) -> None:
+        """Refuse what is not the first's, before this rank has come: the others wait, and are told that it has failed."""
+        own = f"{what}\n{dist.get_rank()}\n{users_line()}"
+        first, rank, line = self._store.compare_set(key, "", own).decode().split("\n")
+        if first != what:
+            raise SequenceParallelError(
+                f"ranks come to different collectives: rank {rank} to {first} ({line}), rank {dist.get_rank()} to {what} ({users_line()}). Code "
+                "that one rank alone runs (`if self.trainer.is_global_zero:`) may not compute with tensors whose tokens lie on several: compute "
+                "on all of them, and print, log or keep the number on one"
+            )
 
     def fail(self) -> None:
         """Let those who wait for this rank, or come to wait for it, stop. In a thread: a store out of reach would hold this rank up."""
@@ -116,7 +140,7 @@ def failing_together() -> Iterator[None]:
     _current.append(meetings)
     try:
         yield
-        check_peers(None)
+        check_peers(None, "the end")
     except BaseException:
         meetings.fail()
         raise
@@ -124,20 +148,27 @@ def failing_together() -> Iterator[None]:
         _current.remove(meetings)
 
 
-def check_peers(group: ProcessGroup | None) -> None:
+def check_peers(group: ProcessGroup | None, what: str, tensor: Tensor | None = None) -> None:
     """Stop before a collective of a group (the world for None) for which a rank that has failed will not come. Every rank of it must call it.
+
+    Args:
+        group: whose collective.
+        what: its name.
+        tensor: of the same shape and dtype on all ranks; None where they need not be.
 
     Communicates: nothing outside of `failing_together`.
 
     Raises:
         PeerError: another rank has failed.
+        SequenceParallelError: another rank comes to another collective.
     """
     if not _current or not _current[-1].is_here:
         return
     whole = dist.group.WORLD if group is None else group
     assert whole is not None
     if dist.get_world_size(whole) > 1:
-        _current[-1].meet(whole)
+        shown = "" if tensor is None else f" of {tuple(tensor.shape)}, {tensor.dtype}"
+        _current[-1].meet(whole, f"{what}{shown}")
 
 
 def meets_in_backward(loss: Tensor) -> None:
@@ -167,7 +198,7 @@ class CheckedAllGather(_Checked):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False) -> Any:
         """Gather as FSDP2 asks for it. Raises: PeerError: another rank has failed."""
-        check_peers(group)
+        check_peers(group, "FSDP2's all-gather", input_tensor)
         return self.own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
 
 
@@ -178,5 +209,5 @@ class CheckedReduceScatter(_Checked):
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce as FSDP2 asks for it. Raises: PeerError: another rank has failed."""
-        check_peers(None)
+        check_peers(None, "FSDP2's reduce-scatter", input_tensor)
         return self.own(output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op)

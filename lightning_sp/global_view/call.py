@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -122,19 +121,6 @@ def dims_of(dim: Any, ndim: int) -> list[int]:
     """Return dims, from 0, of an argument that is one, several or None for all."""
     given = range(ndim) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
     return [each % ndim for each in given]
-
-
-def users_line() -> str:
-    """Return the file and line outside of torch and of this package that called, with its text."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if not name.startswith(("lightning_sp.", "torch.", "lightning.")) and name not in ("lightning_sp", "torch"):
-            found = inspect.getframeinfo(frame)
-            text = (found.code_context or [""])[0].strip()
-            return f"{found.filename}:{found.lineno}: {text}"
-        frame = frame.f_back
-    return "a line that is not known"
 
 
 def whole_is_small(tensor: SequenceTensor) -> bool:

@@ -24,7 +24,6 @@ from lightning_sp.global_view.call import (
     Rule,
     is_plain,
     is_sequence,
-    users_line,
     whole_is_small,
     writes,
 )
@@ -57,6 +56,7 @@ from lightning_sp.global_view.rules.attention.written_attention import NotCarrie
 from lightning_sp.global_view.rules.indexing import chosen, into_whole, packed_rows, taking, writing
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.global_view.taken_tokens import VIEWS, TakenTokens, taken
+from lightning_sp.users_line import users_line
 
 
 def _table() -> dict[str, tuple[Rule, ...]]:

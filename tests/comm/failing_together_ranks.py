@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
 
 PAIRS = ((0, 1), (2, 3))
 
@@ -30,5 +31,27 @@ def told(calls: str, failing: dict[int, int]) -> str:
     except (ArithmeticError, comm.PeerError) as error:
         said = type(error).__name__
     assert comm.reduce_sum(torch.ones(1), pair).item() == 2
+    assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
+    return said
+
+
+def apart(call: str) -> str:
+    """Return what a rank is told where rank 1 comes to another collective than the others; then prove that the groups still work.
+
+    Args:
+        call: what rank 1 does in place of the sum of one number: "shape", "kind", or "end" for nothing.
+    """
+    said = ""
+    try:
+        with comm.failing_together():
+            comm.reduce_sum(torch.ones(3))
+            if dist.get_rank() != 1:
+                comm.reduce_sum(torch.ones(1))
+            elif call == "shape":
+                comm.reduce_sum(torch.ones(2))
+            elif call == "kind":
+                comm.gather_objects("one")
+    except (SequenceParallelError, comm.PeerError) as error:
+        said = f"{type(error).__name__}: {error}"
     assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
     return said

@@ -27,3 +27,16 @@ def test_all_fail_where_one_does(pools: Any, calls: str, failing: dict[int, int]
     assert told[first] == OWN
     assert all(said in (OWN, PEER) for said in told)
     assert all(said == PEER for rank, said in enumerate(told) if rank not in failing)
+
+
+@pytest.mark.parametrize(("call", "named"), [
+    ("shape", "an all-reduce of (2,), torch.float32"), ("kind", "an all-gather of objects"), ("end", "the end"),
+])  # fmt: skip
+def test_ranks_that_come_to_different_collectives_are_told_of_both(pools: Any, call: str, named: str):
+    told = pools(4).run(ranks.apart, call)
+    assert all(told)
+    error = next(each for each in told if each.startswith("SequenceParallelError"))
+    assert "ranks come to different collectives: rank " in error
+    assert "to an all-reduce of (1,), torch.float32 (" in error
+    assert f"rank 1 to {named} (" in error
+    assert "failing_together_ranks.py:" in error

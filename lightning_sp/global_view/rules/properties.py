@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named, users_line
+from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.users_line import users_line
 
 SHOWN = """
     shape size dim ndim ndimension numel nelement dtype device layout is_cuda is_cpu is_floating_point is_complex is_signed is_sparse is_meta

@@ -17,8 +17,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.users_line import users_line
 
 _NAMES = (
     "all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single", "broadcast", "reduce", "gather", "scatter",

@@ -536,7 +536,7 @@ PREFLIGHT = (
     fault(
         "a rank that has ended its step, and waits for one that has failed at the end of it",
         "comm/failing_together.py",
-        "        yield\n        check_peers(None)\n",
+        '        yield\n        check_peers(None, "the end")\n',
         "        yield\n",
         "tests/comm/test_failing_together.py::test_all_fail_where_one_does[no collective]",
     ),

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.placement import Placement, gathered, part_of
 from lightning_sp.global_view.rules.attention.written_attention import Attention, Scores
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.users_line import users_line
 
 
 def num_scores(x: Scores) -> int:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import users_line
 from lightning_sp.global_view.masks.bands import band_of
 from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.sequence_tensor import GlobalTensor
 from lightning_sp.global_view.traced import Metadata, placed_again
+from lightning_sp.users_line import users_line
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.
 HIDDEN_BELOW = -1e4

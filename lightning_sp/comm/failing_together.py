@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.users_line import users_line
+from lightning_sp.users_line import users_place
 
 _GO_ON, _STOP = "1", "2"
 # How long a rank that fails tells that: the store's host may be out of reach.
@@ -95,13 +95,13 @@ class _Meetings:
 
     def _compare(self, key: str, what: str) -> None:
         """Refuse what is not the first's, before this rank has come: the others wait, and are told that it has failed."""
-        own = f"{what}\n{dist.get_rank()}\n{users_line()}"
+        own = f"{what}\n{dist.get_rank()}\n{users_place()}"
         first, rank, line = self._store.compare_set(key, "", own).decode().split("\n")
         if first != what:
             raise SequenceParallelError(
-                f"ranks come to different collectives: rank {rank} to {first} ({line}), rank {dist.get_rank()} to {what} ({users_line()}). Code "
-                "that one rank alone runs (`if self.trainer.is_global_zero:`) may not compute with tensors whose tokens lie on several: compute "
-                "on all of them, and print, log or keep the number on one"
+                f"ranks come to different collectives: rank {rank} to {first} ({line}), rank {dist.get_rank()} to {what} "
+                f"({users_place()}). Code that one rank alone runs (`if self.trainer.is_global_zero:`) may not compute with tensors whose "
+                "tokens lie on several: compute on all of them, and print, log or keep the number on one"
             )
 
     def fail(self) -> None:

@@ -46,7 +46,7 @@ def check_float8_device(given: bool | Literal["emulated"], device: torch.device)
         return
     if find_spec("torchao") is None:
         raise SequenceParallelError(
-            f"fp8={given!r}: torchao, which makes the layers, is not installed; pip install lightning_sp[torchao]"
+            f"fp8={given!r}: torchao, which makes the layers, is not installed; pip install 'lightning-sp[torchao]'"
         )
     if given == "emulated":
         return

@@ -32,7 +32,7 @@ LAYOUTS = [
 
 @pytest.fixture(scope="module")
 def torchao():
-    return pytest.importorskip("torchao", reason="torchao is not installed: pip install lightning_sp[torchao]")
+    return pytest.importorskip("torchao", reason="torchao is not installed: pip install 'lightning-sp[torchao]'")
 
 
 def _given(case, world, layout, **options):

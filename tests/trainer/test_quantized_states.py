@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("torchao", reason="torchao is not installed: pip install lightning_sp[torchao]")
+pytest.importorskip("torchao", reason="torchao is not installed: pip install 'lightning-sp[torchao]'")
 
 from tests.trainer import quantized_states_ranks as ranks
 

@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused(monkeypatch):
     with pytest.raises(SequenceParallelError, match=r"fp8=True.*scale by its part of a weight"):
         StrategyConfig(fp8=True, tensor_parallel_size=2)
     monkeypatch.setattr("lightning_sp.parallelize.float8.find_spec", lambda name: None)
-    with pytest.raises(SequenceParallelError, match=r"fp8=True: torchao.*pip install lightning_sp\[torchao\]"):
+    with pytest.raises(SequenceParallelError, match=r"fp8=True: torchao.*pip install 'lightning-sp\[torchao\]'"):
         check_float8_device(True, torch.device("cpu"))
     monkeypatch.setattr("lightning_sp.parallelize.float8.find_spec", lambda name: sys)
     with pytest.raises(SequenceParallelError, match="fp8=True on cpu ranks"):

@@ -100,7 +100,7 @@ def try_first_batch(
     inferred = _inferred(batch, options)
     trial = partial(_compare, batch, runner, run, config, options, in_float32, monitored)
     try:
-        found, has_targets, seen_tokens, alike = trial(
+        found, tried = trial(
             after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens, cut_is_untried=cut_is_untried
         )
     except SequenceParallelError as error:
@@ -110,7 +110,7 @@ def try_first_batch(
         raise
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
-    return TriedBatch(inferred, has_targets, seen_tokens, alike)
+    return tried._replace(inferred=inferred)
 
 
 def _compare(
@@ -127,15 +127,15 @@ def _compare(
     counters: Sequence[Counter],
     seen_tokens: int | None,
     cut_is_untried: bool,
-) -> tuple[Agreement | None, bool, int | None, bool]:
-    """Return what was found, None where nothing was, whether the batch has targets, and what is now seen of lengths and of cuts."""
+) -> tuple[Agreement | None, TriedBatch]:
+    """Return what was found, None where nothing was, and what is now seen of the batch, but for entries that were split by their shapes."""
     runner.end_run()
     wanted = None if config.preflight_tokens == "auto" else config.preflight_tokens
     cut = crops_of(batch, runner, config, options)
     crop, own = cut(wanted=wanted)
     if crop.num_targets == 0:
         rank_zero_warn(_without_targets(after))
-        return None, False, seen_tokens, False
+        return None, TriedBatch({}, has_targets=False, seen_tokens=seen_tokens)
 
     def tried_on(crop: Crop, own: Crop) -> Trial:
         return replace(_trial(crop, own, runner, run, options, in_float32), may_retry=may_retry)
@@ -153,7 +153,7 @@ def _compare(
             (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
         layout = runner.context.mesh.layout
         if found is None or math.isnan(found.difference) or wanted is not None or layout.size == 1:
-            return found, True, seen_tokens, wanted is not None or layout.size == 1
+            return found, TriedBatch({}, True, seen_tokens, cuts_alike=wanted is not None or layout.size == 1)
         tried, alike = (crop.tokens, seen_tokens or 0), is_uneven(crop.tokens, layout)
         if not after:
             long, own = cut(wanted=None, longer=True, checkpointed=checkpoints(config))
@@ -165,12 +165,12 @@ def _compare(
         if _may_run_by_shapes(runner, config) and (not after or seen_tokens is not None):
             check_untried_length(batch, own, runner, run, options, tried)
             seen_tokens = max(seen_tokens or 0, *whole_extent(batch, options)[1:])
-        return found, True, seen_tokens, alike
+        return found, TriedBatch({}, True, seen_tokens, alike)
     except TrialFailedError as error:
         if not after:
             raise
         rank_zero_info(f"preflight: not compared after {after} optimizer steps: {error}")
-        return None, True, seen_tokens, False
+        return None, TriedBatch({}, True, seen_tokens)
     finally:
         runner.start_run()
 

@@ -134,6 +134,6 @@ def _send_error(queue: Any, error: Exception, item: Any) -> None:
 def _can_be_sent(kind: type) -> bool:
     try:
         pickle.dumps(kind)
-    except Exception:
+    except Exception:  # whatever pickle, or the class' own rules for it, makes of a class that a function has made
         return False
     return issubclass(kind, Exception)

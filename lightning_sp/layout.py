@@ -136,15 +136,17 @@ class SequenceLayout:
         if len(self.assignment) != self.ring_size or len(set(tokens)) != 1 or sum(tokens) % self.multiple:
             raise SequenceParallelError(
                 f"{given}, for ring {self.ring_size} x ulysses {self.ulysses_size}: must be equally many for each of {self.ring_size}, "
-                f"and in all a multiple of {self.multiple}"
+                f"and in all a multiple of {self.multiple}; pad the sequence, or share its tokens out equally"
             )
         if any(list(own) != sorted(own) for own in self.assignment):
-            raise SequenceParallelError(f"{given}: the ranges of a ring rank must rise")
+            raise SequenceParallelError(f"{given}: the ranges of a ring rank must rise; sort them by their start")
         starts, ends = [0, *(end for _, end in ranges)], [*(start for start, _ in ranges), sum(tokens)]
         fault = next((edges for edges in zip(starts, ends, strict=True) if edges[0] != edges[1]), None)
         if fault is not None or any(start >= end for start, end in ranges):
             at = f"a range ends at {fault[0]} and the next begins at {fault[1]}" if fault else "a range is empty"
-            raise SequenceParallelError(f"{given}: {at}; every token must be in one range")
+            raise SequenceParallelError(
+                f"{given}: {at}; every token must be in one range: begin each where the one before ends"
+            )
 
 
 @lru_cache(maxsize=32)

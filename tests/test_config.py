@@ -101,7 +101,7 @@ def test_the_keywords_of_the_attention_are_its_options():
 def test_balance_is_one_of_three_and_needs_the_strategy_to_shard():
     with refusal("balance='document': must be one of auto, zigzag, documents; did you mean 'documents'?"):
         StrategyConfig(balance="document")
-    with refusal("balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag"):
+    with refusal("balance='documents' with shard_batch=False: batches that are sharded by hand have the zigzag layout"):
         StrategyConfig(balance="documents", shard_batch=False)
     assert StrategyConfig(shard_batch=False).balance == "auto"
 
@@ -288,15 +288,15 @@ def test_shard_size_divides_the_world():
         (dict(activation_loading_horizon=True), "activation_loading_horizon=True: must be a positive integer"),
         (
             dict(activation_offload="host", activation_checkpointing=False),
-            "activation_offload='host' with activation_checkpointing=False: the inputs of recomputed blocks",
+            "activation_offload='host' with activation_checkpointing=False: only the inputs of blocks",
         ),
         (
             dict(offload_folder="/scratch", activation_offload="none"),
-            "offload_folder='/scratch' with activation_offload='none' and activation_checkpointing='auto': it is the folder of the files of",
+            "offload_folder='/scratch' with activation_offload='none' and activation_checkpointing='auto': only activation_offload='disk' writes",
         ),
         (
             dict(offload_folder="/scratch", activation_checkpointing="full"),
-            "offload_folder='/scratch' with activation_offload='auto' and activation_checkpointing='full': it is the folder of the files of",
+            "offload_folder='/scratch' with activation_offload='auto' and activation_checkpointing='full': only activation_offload='disk' writes",
         ),
         (
             dict(offload_folder="/scratch", compile=True),
@@ -331,7 +331,7 @@ def test_a_memory_option_says_what_it_may_be(options, message):
         (
             dict(activation_checkpointing=True, activation_offload="disk"),
             "cuda",
-            "activation_offload='disk' on cuda ranks: a file is written",
+            "activation_offload='disk' on cuda ranks: the files are written",
         ),
         (
             dict(offload_folder="/scratch"),

@@ -204,15 +204,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, softcap: float
     """Shapes are equal on all ranks, so all ranks raise together and no collective is needed."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise SequenceParallelError(f"{shapes}: must be (batch, heads, tokens, head dim)")
+        raise SequenceParallelError(f"{shapes}: must be (batch, heads, tokens, head dim); reshape or transpose them")
     if not (q.shape[0] == k.shape[0] == v.shape[0] and k.shape[2] == v.shape[2] and k.shape[1] == v.shape[1]):
-        raise SequenceParallelError(f"{shapes}: the batch must be equal, and k, v have the same tokens and heads")
+        raise SequenceParallelError(
+            f"{shapes}: the batch must be equal, and k, v have the same tokens and heads; expand the smaller one"
+        )
     if q.shape[1] % k.shape[1]:
         raise SequenceParallelError(
-            f"{shapes}: the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key-value heads"
+            f"{shapes}: the {q.shape[1]} query heads must be a multiple of the {k.shape[1]} key-value heads; "
+            "choose numbers of heads that divide"
         )
     if q.shape[3] != k.shape[3]:
-        raise SequenceParallelError(f"{shapes}: the head dims of q and k must be equal")
+        raise SequenceParallelError(f"{shapes}: the head dims of q and k must be equal; project both to one")
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise SequenceParallelError(
             f"{shapes}: sinks of shape {tuple(sinks.shape)}, must be one for each of {q.shape[1]} query heads"

@@ -272,7 +272,10 @@ def _refuse(
     _check_whole(reports)
     if len({each.shards for each in reports}) > 1:
         refuse_writes(written.described(), group)
-    raise SequenceParallelError("ranks say different things of one batch: a rank joined late or has ended")
+    raise SequenceParallelError(
+        "ranks report different things of one batch, though their entries, loops and passes are equal: a rank joined late or has ended; "
+        "start all ranks again, from the last checkpoint"
+    )
 
 
 def _largest_and_least(

@@ -157,14 +157,14 @@ class MemoryOptions:
             raise SequenceParallelError(f"activation_loading_horizon={horizon!r}: must be a positive integer")
         if tier != "none" and self.checkpoint_policy == "none":
             raise SequenceParallelError(
-                f"activation_offload={tier!r} with activation_checkpointing={self.activation_checkpointing!r}: the inputs of recomputed blocks "
-                "are what leaves; set activation_checkpointing='selective'"
+                f"activation_offload={tier!r} with activation_checkpointing={self.activation_checkpointing!r}: only the inputs of blocks "
+                "that are recomputed are offloaded; set activation_checkpointing='selective'"
             )
         waits = self.activation_offload == self.activation_checkpointing == "auto"
         if self.offload_folder is not None and tier != "disk" and not waits:
             raise SequenceParallelError(
                 f"offload_folder={self.offload_folder!r} with activation_offload={self.activation_offload!r} and "
-                f"activation_checkpointing={self.activation_checkpointing!r}: it is the folder of the files of 'disk'; set "
+                f"activation_checkpointing={self.activation_checkpointing!r}: only activation_offload='disk' writes files there; set "
                 "activation_offload='disk', or leave it out"
             )
 
@@ -196,8 +196,8 @@ def check_memory_device(options: MemoryOptions, device_type: str) -> None:
         )
     if device_type != "cpu" and options.activation_offload == "disk":
         raise SequenceParallelError(
-            f"activation_offload='disk' on {device_type} ranks: a file is written from the host's memory, and no copy to it is there; use "
-            "activation_offload='host'"
+            f"activation_offload='disk' on {device_type} ranks: the files are written from the host's memory, and this option does not copy "
+            "there; use activation_offload='host'"
         )
 
 

@@ -100,8 +100,8 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         check_name("balance", self.balance, BALANCES)
         if self.balance == "documents" and not self.shard_batch:
             raise SequenceParallelError(
-                "balance='documents' with shard_batch=False: batches that are sharded by hand lie in zigzag; use balance='auto' or 'zigzag', or "
-                "let the strategy shard"
+                "balance='documents' with shard_batch=False: batches that are sharded by hand have the zigzag layout; use balance='auto' or "
+                "'zigzag', or let the strategy shard"
             )
         if self.compile and self.fixed_tile_tokens is not None:
             raise SequenceParallelError(

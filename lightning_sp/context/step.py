@@ -208,7 +208,7 @@ class SequenceContext:
                 shard = f"{shard} of the decoder and {self.local_tokens(batch.encoder)} of the encoder"
             raise SequenceParallelError(
                 f"attention of {queries} queries over {keys} keys inside a step whose shard has {shard}: a key-value cache, whole sequences and "
-                "cross attention to what is no sequence of the batch cannot be carried here; run whole sequences outside training_step and "
+                "cross attention to tokens that are not in the batch cannot be carried here; run whole sequences outside training_step and "
                 "validation_step; an encoder-decoder batch names its sequences input_ids and decoder_input_ids, or so in "
                 f"sequence_dims{self.untold}"
             )
@@ -244,7 +244,7 @@ class SequenceContext:
         if others and not known and self.mesh.layout.size > 1:
             raise SequenceParallelError(
                 f"attention of {queries} queries over {keys} keys inside a step whose shard has as many tokens, and whose batch also holds "
-                f"{', '.join(others)}: without the preflight nothing tells whether it is to the sequence or to tokens made of those; leave "
+                f"{', '.join(others)}: the numbers are equal, so that it may be of the sequence or of tokens made of those; leave "
                 "preflight=True, which tries two lengths, or keep them out of the batch"
             )
 

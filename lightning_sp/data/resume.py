@@ -128,9 +128,9 @@ def resume_loader(loader: Any, cursor: dict[str, Any]) -> None:
     if cursor["kind"] == "order":
         if sampler is None:
             raise SequenceParallelError(
-                f"the checkpoint's data cursor is of a loader whose order lightning_sp gives ({cursor['num_samples']} samples), this "
-                f"run's training loader is a {type(loader).__name__} whose order is its own: give the same, or resume from "
-                "a checkpoint that was stored behind an epoch"
+                f"the checkpoint's data cursor is of a loader whose samples lightning_sp orders ({cursor['num_samples']} samples), but "
+                f"this run's training loader, a {type(loader).__name__}, orders its samples itself: give a loader like that of the stored run, "
+                "or resume from a checkpoint that was stored at the end of an epoch"
             )
         sampler.load_state_dict(cursor)
         return

@@ -140,9 +140,9 @@ def check_sums(step: Step, context: SequenceContext) -> None:
     if groups == 1 or context.sums_over_groups is not None or not (step.num_sums and step.num_over_groups):
         return
     raise SequenceParallelError(
-        f"{step.num_sums} cross entropies with reduction='sum' beside batch_mean, batch_sum or gather_rows, which are of all {groups} "
-        "data-parallel groups, and no preflight has compared the step: divided by one group's rows such a sum is one group's, divided by a "
-        "batch_sum one of all. preflight=True tells them apart; or two lines: from lightning_sp.reductions import batch_sum; "
+        f"{step.num_sums} cross entropies with reduction='sum' beside batch_mean, batch_sum or gather_rows, which span all {groups} "
+        "data-parallel groups: whether the sum spans one group or all depends on what it is divided by, and no preflight has compared the "
+        "step. Set preflight=True, which tells them apart; or two lines: from lightning_sp.reductions import batch_sum; "
         "total = batch_sum(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction='none')), the sum over all groups"
     )
 

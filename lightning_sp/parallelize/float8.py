@@ -107,8 +107,9 @@ def check_float8_layers(root: nn.Module, num_ranks: int) -> None:
     for name, module in _float8_layers(root):
         if why := _looks_along_tokens(module.config):
             raise SequenceParallelError(
-                f"{user_name(name)} is a Float8Linear that {why}: each of {num_ranks} ranks of a sequence would take its own tokens', and round "
-                f"otherwise than one device; pass fp8=True instead, or convert by Float8LinearConfig.from_recipe_name({RECIPE!r})"
+                f"{user_name(name)} is a Float8Linear that {why}: each of the {num_ranks} ranks of a sequence would scale by its own tokens "
+                f"alone, and round otherwise than one device; pass fp8=True instead, or convert by "
+                f"Float8LinearConfig.from_recipe_name({RECIPE!r})"
             )
 
 

@@ -67,8 +67,8 @@ class SyncedBatchNorm(AbstractContextManager[None]):
             return plain
         if context.mesh.layout.size > 1 and not context.global_view:
             raise SequenceParallelError(
-                f"sync_batchnorm=True: batch norm of {tuple(input.shape)} on a rank's part of the sequence, padding in it, has no one's mean; "
-                "global_view=True shows the step whole sequences"
+                f"sync_batchnorm=True: batch norm of {tuple(input.shape)} on a rank's part of the sequence, with padding in it, would "
+                "take a mean that one device never takes; global_view=True shows the step whole sequences"
             )
         dims = [dim for dim in range(input.dim()) if dim != 1]
         wide = torch.promote_types(input.dtype, torch.float32)

@@ -52,7 +52,9 @@ class CurrentSequence:
     def zigzag_mesh(self) -> SequenceMesh:
         """Return the attention's mesh in the layout that a batch has where it gets none of its own; known once `setup` has seen the model."""
         if self._mesh is None:
-            raise SequenceParallelError("the attention's mesh is not known before the trainer has set up the model")
+            raise SequenceParallelError(
+                "the attention's mesh is not known before the trainer has set up the model; ask for it in on_fit_start or later"
+            )
         return self._mesh
 
     @property

@@ -103,7 +103,9 @@ class ShardedModelStrategy(ProcessStrategy):
     def device_mesh(self) -> DeviceMesh:
         """Return the mesh data_parallel x sequence_parallel x tensor_parallel."""
         if self._device_mesh is None:
-            raise SequenceParallelError("the device mesh is not known before the processes have joined")
+            raise SequenceParallelError(
+                "the device mesh is not known before the processes have joined; ask for it in setup, configure_model or later"
+            )
         return self._device_mesh
 
     @property

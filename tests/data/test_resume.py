@@ -41,7 +41,7 @@ def test_another_global_batch_is_refused_with_those_that_do(rows: int, dp_size: 
 def test_a_cursor_of_another_kind_of_loader_is_refused():
     loader = DataLoader([0] * 12)
     with pytest.raises(
-        SequenceParallelError, match=r"whose order lightning_sp gives .12 samples., this .* is a DataLoader"
+        SequenceParallelError, match=r"whose samples lightning_sp orders .12 samples., but this .* a DataLoader"
     ):
         resume_loader(loader, CURSOR)
     stream = {"kind": "stream", "steps": 3, "accumulation": 1, "epoch": 0}

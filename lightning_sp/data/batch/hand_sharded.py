@@ -24,7 +24,9 @@ def check_hand_sharded(info_length: int, layout: SequenceLayout) -> None:
     """Refuse a hand-sharded batch whose global length the degrees do not divide."""
     if info_length % layout.multiple:
         raise SequenceParallelError(
-            f"a hand-sharded length of {info_length} tokens is no multiple of {layout.multiple}"
+            f"a hand-sharded length of {info_length} tokens is no multiple of {layout.multiple} (ring {layout.ring_size} x ulysses "
+            f"{layout.ulysses_size}): pad the whole sequence to {layout.padded_length(info_length)} tokens before shard_sequence, or leave "
+            "shard_batch=True, which pads"
         )
 
 

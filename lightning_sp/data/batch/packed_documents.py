@@ -15,7 +15,10 @@ def read_position_ids(given: Tensor | None, rows: int, length: int) -> tuple[Ten
     if given is None:
         return torch.arange(length).expand(rows, length), False
     if given.dim() != 2:
-        raise SequenceParallelError(f"position_ids of shape {tuple(given.shape)}: must be (batch, tokens)")
+        raise SequenceParallelError(
+            f"position_ids of shape {tuple(given.shape)}: must be (batch, tokens), ({rows}, {length}) here; reshape them in the dataset or its "
+            "collate_fn, or leave them out where they count 0, 1, 2, ..."
+        )
     return given.expand(rows, length), True
 
 

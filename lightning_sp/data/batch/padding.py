@@ -73,9 +73,9 @@ def check_padding(dims: Mapping[str, int], layout: SequenceLayout, length: int, 
     unknown = [n for n in dims if n not in STANDARD_NAMES]
     if unknown and apart:
         raise SequenceParallelError(
-            f"the batch's two sequences would both have {layout.padded_length(length)} tokens, by whose number attention tells them apart where "
-            f"their masks differ, and what {layout.multiple} tokens of padding more mean is not known for {unknown}: make one of them longer by "
-            f"{layout.multiple} tokens, or use standard names"
+            f"the batch's two sequences would both have {layout.padded_length(length)} tokens, and attention tells them apart by their lengths. "
+            f"One would be padded by {layout.multiple} tokens more, but with what {unknown} are to be padded is not known: make one sequence "
+            f"longer by {layout.multiple} tokens, or use standard names"
         )
     if unknown:
         raise SequenceParallelError(

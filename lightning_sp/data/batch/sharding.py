@@ -72,7 +72,8 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
         local_encoder, encoder_info = part(found.encoder, Named(), decoder=info)
         if encoder_info.rows != info.rows:
             raise SequenceParallelError(
-                f"the batch has {encoder_info.rows} rows of the encoder and {info.rows} of the decoder: it holds {shapes_of(entries)}"
+                f"the batch has {encoder_info.rows} rows of the encoder and {info.rows} of the decoder: it holds {shapes_of(entries)}; give "
+                "both the same number of rows, the batch's samples"
             )
         local, info = {**local_encoder, **local}, replace(info, encoder=encoder_info)
     beside = [part(each.dims, each.named) for each in found.beside]

@@ -36,11 +36,16 @@ def stack(samples: Sequence[Sample]) -> Sample:
         SequenceParallelError: With the keys or shapes that differ.
     """
     if not samples:
-        raise SequenceParallelError("a batch needs at least one sample, got none")
+        raise SequenceParallelError(
+            "a batch needs at least one sample, got none: let the batch sampler yield no empty list"
+        )
     first = samples[0]
     for i, sample in enumerate(samples[1:], start=1):
         if sample.keys() != first.keys():
-            raise SequenceParallelError(f"sample {i} of a batch has {sorted(sample)}, sample 0 has {sorted(first)}")
+            raise SequenceParallelError(
+                f"sample {i} of a batch has {sorted(sample)}, sample 0 has {sorted(first)}: samples of a batch must have the same entries; "
+                "let the dataset return them all for each sample, or give a collate_fn"
+            )
         for key, tensor in sample.items():
             if tensor.shape != first[key].shape:
                 raise SequenceParallelError(

@@ -35,8 +35,9 @@ class LazyDataLoader(DataLoader[Any]):
         if known is not None and known != (now := len(self.dataset)):  # type: ignore[arg-type]
             name = type(getattr(self.dataset, "stood_for", self.dataset)).__name__
             raise SequenceParallelError(
-                f"the dataset {name} has {now} samples, and had {known} when the order of an epoch was "
-                "made of that number; Trainer(reload_dataloaders_every_n_epochs=1) makes it anew, or keep the number for a run"
+                f"the dataset {name} has {now} samples, and had {known} when the order of this epoch was drawn: "
+                "samples would be left out, or asked for in vain; Trainer(reload_dataloaders_every_n_epochs=1) makes it anew, or keep the "
+                "number for a run"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -31,7 +31,9 @@ def epoch_permutation(seed: int, epoch: int, num_samples: int) -> NDArray[np.int
     the version: a checkpoint resumes on the same samples after an upgrade.
     """
     if seed < 0 or epoch < 0 or num_samples < 0:
-        raise SequenceParallelError(f"seed {seed}, epoch {epoch} and num_samples {num_samples} must not be negative")
+        raise SequenceParallelError(
+            f"seed {seed}, epoch {epoch} and num_samples {num_samples} must not be negative: give 0 or more"
+        )
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(num_samples)
     return np.argsort(keys, kind="stable").astype(np.int64)
 

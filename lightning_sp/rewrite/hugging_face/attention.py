@@ -77,7 +77,10 @@ def _given_mask(
     if given is None or isinstance(given, RequestedMask):
         return None if given is None or given.says_nothing else given.mask, None
     if not isinstance(given, Tensor):
-        raise SequenceParallelError(f"{layer} built an attention mask {_shape(given)} of its own: it cannot be carried")
+        raise SequenceParallelError(
+            f"{layer} built an attention mask {_shape(given)} of its own, which is no tensor: it cannot be carried; give the layer a tensor of "
+            "True and False or of summands, or set global_view=True, which shows the model whole sequences"
+        )
     return explicit_mask(context, given, queries, keys, f"{layer}'s attention mask")
 
 
@@ -85,7 +88,8 @@ def _refuse_arguments(layer: str, given: Mapping[str, Any]) -> None:
     for name in _REFUSED_ARGUMENTS:
         if given.get(name) is not None:
             raise SequenceParallelError(
-                f"{layer} uses {name}: it cannot be carried yet; without it the model would be silently wrong"
+                f"{layer} uses {name}: it cannot be carried yet; without it the model would be silently wrong. Set global_view=True, whose "
+                "rules carry more, or train the model without it"
             )
 
 
@@ -93,7 +97,8 @@ def _check_window(layer: str, window: Any, keys: SequenceInfo) -> None:
     if window is not None and keys.padded_length > int(window):
         raise SequenceParallelError(
             f"{layer} has a sliding window of {window} tokens and the sequence {keys.padded_length}, but the model asked for no "
-            "mask with a window: which of the two this layer means is not known"
+            "mask with a window: which of the two this layer means is not known; let the model ask for create_sliding_window_causal_mask, or "
+            "set sliding_window=None in its config"
         )
 
 

@@ -130,7 +130,8 @@ def _mask_function(
         return lambda row, head, query, key: (query - start[row, query]) // size == (key - start[row, key]) // size
     if part.name in _SIZED and size is None:
         raise SequenceParallelError(
-            f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently wrong"
+            f"the model asks for a mask made of {part.name} of unknown size: it cannot be carried; without it the model would be silently "
+            "wrong. Make the mask by transformers.masking_utils, whose functions tell the size, or set global_view=True"
         )
     function: _MaskFunction = with_whole_flags(context, part.function, batch)
     check_whole_tensors(context, function, f"the model's mask function {part.name}")

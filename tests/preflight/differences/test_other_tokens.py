@@ -46,7 +46,7 @@ def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
     assert [a["error"] for a in found[0]] == [a["error"] for a in found[1]]
     for (_, part), answer in zip(REFUSED, found[0], strict=False):
         assert part in answer["error"], answer["error"]
-    assert "whose batch also holds pixels (2, 48, 16): without the preflight nothing tells" in found[0][-1]["error"]
+    assert "whose batch also holds pixels (2, 48, 16): the numbers are equal" in found[0][-1]["error"]
 
 
 LEARNED = {"learned queries": "queries", "learned keys": "keys", "learned both": "queries and keys"}

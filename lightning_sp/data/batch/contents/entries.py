@@ -75,8 +75,8 @@ def plain_entries(batch: Any) -> dict[str, Any]:
 def _of_one_shape(entries: dict[str, Any]) -> dict[str, Any]:
     if nested := [name for name, value in entries.items() if isinstance(value, Tensor) and value.is_nested]:
         raise SequenceParallelError(
-            f"the batch's entries {nested} are nested tensors, whose rows have lengths of their own: which tokens a rank gets is said of one "
-            "shape; pad the rows (attention_mask), or pack them into one sequence with position_ids that start again"
+            f"the batch's entries {nested} are nested tensors, whose rows have different lengths: a rank's tokens are the same columns of "
+            "every row; pad the rows (attention_mask), or pack them into one sequence with position_ids that start again"
         )
     return entries
 

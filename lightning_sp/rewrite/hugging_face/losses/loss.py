@@ -43,7 +43,8 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
                 )
             if context.step.batch.shift_labels is None:
                 raise SequenceParallelError(
-                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"
+                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded: name the batch's targets "
+                    "so, or compute the loss in training_step from the logits"
                 )
             # Shifting a shard would lose the target at its edge: these were shifted on the whole sequence.
             kwargs["shift_labels"] = context.step.batch.shift_labels

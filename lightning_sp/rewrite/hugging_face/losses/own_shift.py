@@ -45,7 +45,8 @@ def replace_own_shift(model: Any, context: SequenceContext, undo: ExitStack) -> 
         targets = step.batch.shift_labels
         if targets is None:
             raise SequenceParallelError(
-                f"{own_class(model).__name__} computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded"
+                f"{own_class(model).__name__} computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded: "
+                "name the batch's targets so, or compute the loss in training_step from the logits"
             )
         given.arguments["labels"] = None
         output = original(*given.args, **given.kwargs)

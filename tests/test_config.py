@@ -292,11 +292,11 @@ def test_shard_size_divides_the_world():
         ),
         (
             dict(offload_folder="/scratch", activation_offload="none"),
-            "offload_folder='/scratch' with activation_offload='none' and activation_checkpointing='auto': only activation_offload='disk' writes",
+            "offload_folder='/scratch' with activation_offload='none' and activation_checkpointing='auto': only activation_offload='disk'",
         ),
         (
             dict(offload_folder="/scratch", activation_checkpointing="full"),
-            "offload_folder='/scratch' with activation_offload='auto' and activation_checkpointing='full': only activation_offload='disk' writes",
+            "offload_folder='/scratch' with activation_offload='auto' and activation_checkpointing='full': only activation_offload='disk'",
         ),
         (
             dict(offload_folder="/scratch", compile=True),

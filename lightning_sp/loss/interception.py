@@ -27,7 +27,7 @@ from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.output_head.part_functions import LossOfRows
-from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, nonzero_count, reduce_loss, sum_and_count
+from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, mean_over, reduce_loss, sum_and_count
 from lightning_sp.loss.targets import Kind, check_summable, count_of_targets, kind_in_global_view, kind_of_targets
 
 # Binds the names of a model's files that are bound to the first function to the second, until the stack closes.
@@ -190,7 +190,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         total, count = sum_and_count(original, input, target, weight, ignore_index, real)
         if step is None:
             if self.context.reference is not None:
-                return total if reduction == "sum" else total / nonzero_count(count)
+                return total if reduction == "sum" else mean_over(total, count)
             return reduce_loss(total, count, group, reduction)
         step.num_losses += 1
         if reduction == "sum":
@@ -222,7 +222,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         elif kind == "rows" and mesh.layout.size > 1:
             step.row_losses.append(total.detach())
         both = comm.sum_over_ranks(torch.stack([total, count]), step.summed_over if group is None else group)
-        mean = both[0] / nonzero_count(both[1].detach())
+        mean = mean_over(both[0], both[1].detach())
         if kind != "row":
             step.token_counts.append(both[1].detach())
             step.means.append(mean.grad_fn)

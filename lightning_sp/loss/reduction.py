@@ -22,14 +22,19 @@ _TORCHS = F.cross_entropy  # during a step it is another
 def reduce_loss(total: Tensor, count: Tensor, group: ProcessGroup | None, reduction: str = "mean") -> Tensor:
     """Return the mean (or sum) over ranks from each rank's sum and count of tokens.
 
-    Communicates: one all_reduce of two numbers. A count of zero everywhere gives exactly 0.
+    Communicates: one all_reduce of two numbers. A mean over a count of zero is nan, as torch's.
     """
     both = comm.sum_over_ranks(torch.stack([total, count.to(total.dtype)]), group)
-    return both[0] if reduction == "sum" else both[0] / nonzero_count(both[1].detach())
+    return both[0] if reduction == "sum" else mean_over(both[0], both[1].detach())
+
+
+def mean_over(total: Tensor, count: Tensor) -> Tensor:
+    """Return a sum divided by its count. Where that is zero it is nan with a gradient of zeros: torch's mean over ignored targets is both."""
+    return torch.where(count == 0, torch.nan, total / nonzero_count(count))
 
 
 def nonzero_count(count: Tensor) -> Tensor:
-    """Return the count as a divisor, 1 where it is zero: a loss without a token is exactly 0. Class weights may add up to less than 1."""
+    """Return the count as a divisor, 1 where it is zero, of which no gradient may become nan. Class weights may add up to less than 1."""
     return torch.where(count == 0, torch.ones_like(count), count)
 
 

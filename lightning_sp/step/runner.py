@@ -268,7 +268,12 @@ class StepRunner:
         was_finite, self._was_finite = self._was_finite, self._loss_check.last_is_finite()
         if step is None or self._was_finite or not was_finite:
             return
-        why = explain_non_finite(self.module, lambda: self._run_again(step.batch, run), self.device, self.groups.world)
+        if all(comm.gather_objects(any(not count for count in step.token_counts), self.groups.world)):
+            why = "a mean cross entropy has no target, for all of this micro-batch are ignored; its gradient is zeros"
+        else:
+            why = explain_non_finite(
+                self.module, lambda: self._run_again(step.batch, run), self.device, self.groups.world
+            )
         rank_zero_warn(
             f"training_step's loss is nan or infinite; {why}. Training goes on, as on one device; "
             "EarlyStopping(check_finite=True) or Trainer(detect_anomaly=True) end it there"

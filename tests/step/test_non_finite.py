@@ -13,6 +13,7 @@ SAYS = {
     "dropout": ["run once more it is finite: dropout, which is off then"],
     "another batch": ["the micro-batch could not be run once more: KeyError: 'what the first run took'"],
     "step": ["no module's output is nan or plus infinity: training_step itself"],
+    "targets": ["a mean cross entropy has no target, for all of this micro-batch are ignored; its gradient is zeros"],
 }
 
 
@@ -25,6 +26,7 @@ SAYS = {
         ("step", dict(ring_size=2)),
         ("dropout", dict(ring_size=2)),
         ("another batch", dict(ulysses_size=2)),
+        ("targets", dict(ring_size=2)),
     ],
     ids=str,
 )

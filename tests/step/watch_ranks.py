@@ -69,6 +69,8 @@ class Fails(Plain):
         if bad and self.kind == "rank 1" and next(RUNS) and self.trainer.global_rank == 1:
             raise MemoryError("on this rank alone")
         logits = self.logits(batch)
+        if bad and self.kind == "targets":
+            targets = torch.full_like(targets, -100)
         if steps_of(self.trainer) >= BAD_STEP:
             if self.kind in ("step", "another batch", "rank 1"):
                 logits = logits * float("inf")

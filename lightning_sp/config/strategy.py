@@ -17,7 +17,9 @@ BALANCES = ("auto", "zigzag", "documents")
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig(MemoryOptions, AttentionOptions):
-    """Validated options of the strategy, the attention's and the memory's among them; everything but the degrees' resolution against the world.
+    """Validated options of the strategy; everything but the degrees' resolution against the world.
+
+    Those of the attention are described in `AttentionOptions`, those of memory in `MemoryOptions`.
 
     Args:
         sequence_parallel_size: Ranks that share one sequence. "auto": world / data_parallel_size, the whole world by default.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,8 @@ PRELOAD = (
     "transformers.masking_utils",
     "tools.models.ranks",
 )
+# Runs of one world: what is imported for each type of model stays, some MB of each, in every rank.
+MOST_RUNS = 300
 # The world of so many ranks.
 Pools = Callable[[int], RankPool]
 
@@ -52,6 +55,7 @@ class Worlds:
     def __init__(self, limit_s: float, device: str = "cpu") -> None:
         self.limit_s, self.device = limit_s, device
         self._started: dict[int, RankPool] = {}
+        self._runs: Counter[int] = Counter()
 
     def __enter__(self) -> Worlds:
         return self
@@ -67,10 +71,13 @@ class Worlds:
             pool.close()
 
     def __call__(self, size: int) -> RankPool:
-        """Return the world of so many ranks, a new one after a failure."""
-        if size in self._started and self._started[size].failure is not None:
+        """Return the world of so many ranks for a run, a new one after a failure or `MOST_RUNS` runs."""
+        is_old = self._runs[size] >= MOST_RUNS
+        if size in self._started and (is_old or self._started[size].failure is not None):
             self._started.pop(size).close()
+        self._runs[size] += 1
         if size not in self._started:
+            self._runs[size] = 1
             self._started[size] = RankPool(
                 size, timeout_s=self.limit_s, others_s=min(20.0, self.limit_s), preload=PRELOAD, device=self.device
             )

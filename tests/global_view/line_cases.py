@@ -191,7 +191,9 @@ def written_by_numbers(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     third[torch.tensor([0, 1]), torch.tensor([2, 7]), torch.tensor([1, 1])] = 3.0
     places = (torch.tensor([0, 1]), torch.tensor([3, 5]))
     filled = x.index_fill(1, torch.tensor([1, 4]), 0.5) * x.index_fill(2, torch.tensor([1]), 0.5)
-    return first.sin(), second.sin(), third, x.index_put(places, w.rows), filled
+    beside = x.unflatten(2, (2, -1)).transpose(1, 3) * 2  # (rows, features, heads, tokens), as Longformer's scores
+    beside[torch.tensor([0, 1, 1]), torch.tensor([2, 0, 1]), :, :] = 0.75
+    return first.sin(), second.sin(), third, x.index_put(places, w.rows), filled, beside.transpose(1, 3)
 
 
 def triangles(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:

@@ -135,8 +135,11 @@ def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
 
 
 def _beside(x: SequenceTensor, slots: Sequence[Any], first: Sequence[int], value: Any) -> Any:
-    """Write what one whole index of another dim than the sequence's says."""
+    """Write what whole indices of other dims than the sequence's say: one number to what they choose, or more of one of them."""
     own = x.placement
+    if not any(is_sequence(slots[i]) for i in first) and not (isinstance(value, Tensor) and value.dim()):
+        x.local[tuple(slots)] = value
+        return None
     if (
         len(first) != 1
         or is_sequence(slots[first[0]])

@@ -150,7 +150,7 @@ def aligned(call: Call) -> Any:
 
 def _in_one_order(call: Call) -> Any:
     """Align tensors whose dims are sequences in other orders, joined rows or blocks: each as one sequence of its own."""
-    if writes(call.function) or not any(each.placement.outer * each.placement.inner > 1 for each in call.tensors):
+    if not any(each.placement.outer * each.placement.inner > 1 for each in call.tensors):
         return _with_smaller_whole(call)
     tokens = {id(each): as_tokens(each) for each in call.tensors}
     if any(each.placement.outer * each.placement.inner > 1 for each in tokens.values()):

@@ -49,7 +49,8 @@ def experts_in_order_weighed_in_place(x: Tensor, ids: Tensor, mask: Tensor) -> A
     done = torch.cat([given[:9] * 2, given[9:] * 3])
     back = torch.empty_like(done)
     back[order] = done
-    return back.view(*chosen.shape, -1).mul_(weights.unsqueeze(-1)).sum(1).view(x.shape)
+    given_back = back.view(*chosen.shape, -1).mul_(weights.unsqueeze(-1)).sum(1).view(x.shape)
+    return x + given_back, given_back * x
 
 
 @case

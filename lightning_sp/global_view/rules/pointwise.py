@@ -188,9 +188,8 @@ def _with_smaller_whole(call: Call) -> Any:
 
 
 def _of_pairs(x: SequenceTensor, like: SequenceTensor) -> SequenceTensor | None:
-    """Return what is as large as another tensor, and split along the other dim of its pairs of tokens, split as that is; else None."""
-    same = x.shape == like.shape and x.placement.same_tokens(like.placement)
-    return along_dim(x, like.placement.dim) if same else None
+    """Return what is as large as another tensor, and split along another dim, split as that is; else None."""
+    return along_dim(as_tokens(x), like.placement.dim, like.placement) if x.shape == like.shape else None
 
 
 def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:

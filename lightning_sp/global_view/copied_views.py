@@ -38,10 +38,10 @@ def address_of(local: Tensor, dim: int, taken: Any) -> tuple[Any, ...]:
     return memory_of(local), there.storage_offset(), tuple(there.shape), there.stride(), dim, taken
 
 
-def _version_of(local: Tensor) -> Any:
+def version_of(local: Tensor) -> Any:
     """Return what is another once a tensor was written to; of one that is not made yet nothing is known until it is."""
     if isinstance(local, DeferredTensor):
-        return None if local.source_of_tokens() is not None else _version_of(local.make())
+        return None if local.source_of_tokens() is not None else version_of(local.make())
     return object() if local.is_inference() else local._version  # an inference tensor counts no writes
 
 
@@ -85,13 +85,13 @@ class CopiedView:
 
     def _look(self) -> None:
         local = self.source.local
-        self._seen = local, _version_of(local)
+        self._seen = local, version_of(local)
 
     def renew(self) -> None:
         """Copy the numbers again where the source was written to since. Communicates: as taking them, then alone."""
         local, version = self._seen
         now = self.source.local
-        if now is local and _version_of(now) == version:
+        if now is local and version_of(now) == version:
             return
         with torch.set_grad_enabled(self._with_graph):
             self.copy.copy_(made(self.take()))

@@ -125,6 +125,8 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         _check_transformed(call)
+    if Scores in types and (written := _written_scores(call)):
+        return call.changed(lambda each: written.get(id(each), each))
     if isinstance(kwargs.get("out"), Tensor) and pointwise.RULES.get(call.name) is not pointwise.pointwise:
         return _with_out(call)
     into = _written(call)
@@ -158,22 +160,35 @@ def _transformed(call: Call) -> SequenceParallelError:
 
 
 def _of_made_scores(call: Call, error: NotCarriedError) -> Any:
-    """Do with scores that are made what a function does; raise the error where they are too many, or are written into."""
+    """Do with scores that are made what a function does; raise the error where they are too many."""
     leaves = tree_leaves((call.args, call.kwargs))
     noted = [each for each in leaves if isinstance(each, Scores | score_rows.Maxima)]
-    is_written = writes(call.function) and isinstance(call.args[0], Scores | score_rows.Maxima)
-    if not noted or is_written or any(each.is_old for each in noted if isinstance(each, Scores)):
+    is_written = _writes(call) and isinstance(call.args[0], score_rows.Maxima)
+    if not noted or is_written or any(each.is_stale for each in noted if isinstance(each, Scores)):
         raise error
-    made = scores_made(noted, error)
+    made = scores_made(noted, error, is_kept=_writes(call) or call.name in {*VIEWS, *shapes.RULES, "data"})
     return call.changed(lambda each: made.get(id(each), each))
 
 
-def scores_made(noted: Sequence[Any], error: Exception | None = None) -> dict[int, SequenceTensor]:
+def _written_scores(call: Call) -> dict[int, Any]:
+    """Return what stands for scores that were written to, and for those that are written to now where somebody may have a view of them."""
+    found = {}
+    for each in tree_leaves((call.args, call.kwargs)):
+        if isinstance(each, Scores):
+            is_viewed = each.numbers is not None and _writes(call) and each is call.args[0]
+            found[id(each)] = made_scores.kept(each) if is_viewed else made_scores.written(each)
+    return {number: each for number, each in found.items() if each is not None}
+
+
+def scores_made(
+    noted: Sequence[Any], error: Exception | None = None, is_kept: bool = False
+) -> dict[int, SequenceTensor]:
     """Return scores, and maxima of scores, with their numbers, by what tells them apart.
 
     Args:
         noted: those of attention that was noted.
         error: why they are needed.
+        is_kept: they stand for the scores once they are written to.
 
     Raises:
         SequenceParallelError: they are too many.
@@ -190,7 +205,7 @@ def scores_made(noted: Sequence[Any], error: Exception | None = None) -> dict[in
         raise SequenceParallelError(
             f"{why} scores are made, of up to {MOST_NUMBERS} numbers on a rank: here {number}"
         ) from error
-    made: dict[int, Any] = {id(each): made_scores.made(each) for each in given}
+    made: dict[int, Any] = {id(each): made_scores.kept(each) if is_kept else made_scores.made(each) for each in given}
     made |= {id(each): made_scores.maxima_of(made_scores.made(each.scores), each.taken) for each in maxima}
     return made
 

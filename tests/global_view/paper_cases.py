@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.global_view import keyword_cases  # noqa: F401
+from tests.global_view.research_cases import RESEARCH_CASES
 from tests.global_view.user_cases import case
 from tests.global_view.whole import E
-from tests.global_view.written_cases import WRITTEN_CASES
 
-PAPER_CASES = WRITTEN_CASES  # with those that follow
+PAPER_CASES = RESEARCH_CASES  # with those that follow
 
 
 @case

@@ -188,7 +188,6 @@ REFUSED: dict[str, Any] = {
     "for so many tokens alone": lambda x: of_users(lambda g: g, lambda x: x.view_as(x) if x.shape[1] == 8 else 1 / 0)(
         x * 1
     ),
-    "scores times a tensor, in place": lambda x: (x @ x.mT).mul_(torch.ones(16, 16) * 2).softmax(-1) @ x,
     "scores that are too many": lambda x: ((y := x[:, None].expand(2, 2**21, 16, E)) @ y.mT).square(),
     "a maximum with what hides all keys": lambda x: (
         torch.max((x @ x.mT) + HIDES_ALL, torch.tensor(LOWEST)).softmax(-1) @ x

@@ -54,7 +54,6 @@ def test_what_needs_no_whole_stays_split(pools):
         ("a derivative by a transform", ["was reached with a tensor of the sequence", "torch.vmap"]),
         ("tokens within a transform", ["of a tensor of the sequence and one inside of torch.vmap or torch.func", "jacrev"]),
         ("learned numbers by position", ["torch.vmap calls with all of them reads (2, 16, 8)", "rule_ranks.py", "unshard(x)"]),
-        ("scores times a tensor, in place", ["mul by a tensor on the scores of an attention"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),
         ("a maximum with what hides all keys", ["numbers that hide all keys of a query, and a maximum with them"]),
         ("a bias that hides all keys", ["numbers that are added, and hide all keys of a query"]),

@@ -119,25 +119,28 @@ def lines_of(x: SequenceTensor, dims: Sequence[int]) -> Lines | None:
     return Lines(part=whole, sizes=sizes, own=own)
 
 
-def along_dim(x: SequenceTensor, dim: int) -> SequenceTensor | None:
-    """Return a tensor of pairs of tokens split along another dim that has as many; None where a dim is more than its tokens.
+def along_dim(x: SequenceTensor, dim: int, like: Placement | None = None) -> SequenceTensor | None:
+    """Return a tensor split along another dim; None where a dim is more than its tokens.
 
     Args:
         x: (..., T, ...), split along one of the two dims.
         dim: the other one.
+        like: which tokens each rank is to have of that; None: as of the first, of pairs of tokens.
 
     Communicates: one all_to_all, and one in the backward.
     """
     own, storage = x.placement, x.placement.storage
-    if own.outer * own.inner > 1 or x.shape[dim] != own.length:
+    like = (like or own).at(dim)
+    if own.outer * own.inner * like.outer * like.inner > 1 or x.shape[dim] != like.length:
         return None
     local = made(x.local)
     index = [
-        storage.positions_of(rank).clamp(max=own.length - 1).to(local.device) for rank in range(storage.layout.size)
+        like.storage.positions_of(rank).clamp(max=like.length - 1).to(local.device)
+        for rank in range(storage.layout.size)
     ]
     parts = _sent(torch.stack([local.index_select(dim, each) for each in index]), storage.group)
     whole = storage.merged(list(parts.unbind(0)), own.dim).narrow(own.dim, 0, own.length)
-    return SequenceTensor(whole.contiguous(), own.at(dim))
+    return SequenceTensor(whole.contiguous(), replace(like, copied=None))
 
 
 def _filled(flat: Tensor, count: int) -> Tensor:

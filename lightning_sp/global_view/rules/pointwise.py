@@ -150,7 +150,7 @@ def aligned(call: Call) -> Any:
 
 def _in_one_order(call: Call) -> Any:
     """Align tensors whose dims are sequences in other orders, joined rows or blocks: each as one sequence of its own."""
-    if writes(call.function) or not any(each.placement.outer * each.placement.inner > 1 for each in call.tensors):
+    if not any(each.placement.outer * each.placement.inner > 1 for each in call.tensors):
         return _with_smaller_whole(call)
     tokens = {id(each): as_tokens(each) for each in call.tensors}
     if any(each.placement.outer * each.placement.inner > 1 for each in tokens.values()):
@@ -188,9 +188,8 @@ def _with_smaller_whole(call: Call) -> Any:
 
 
 def _of_pairs(x: SequenceTensor, like: SequenceTensor) -> SequenceTensor | None:
-    """Return what is as large as another tensor, and split along the other dim of its pairs of tokens, split as that is; else None."""
-    same = x.shape == like.shape and x.placement.same_tokens(like.placement)
-    return along_dim(x, like.placement.dim) if same else None
+    """Return what is as large as another tensor, and split along another dim, split as that is; else None."""
+    return along_dim(as_tokens(x), like.placement.dim, like.placement) if x.shape == like.shape else None
 
 
 def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:

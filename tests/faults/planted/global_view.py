@@ -158,7 +158,7 @@ GLOBAL_VIEW = (
     fault(
         "a slice that does not see what was written to its sequence",
         "global_view/copied_views.py",
-        "        if now is local and _version_of(now) == version:\n",
+        "        if now is local and version_of(now) == version:\n",
         "        if now is local:\n",
         f"{RULES}[1-2-16]",
     ),
@@ -315,6 +315,27 @@ GLOBAL_VIEW = (
         "global_view/rules/indexing/chosen.py",
         "slots = row[mine] * source.local_tokens + slot[token[mine]]",
         "slots = slot[token[mine]]",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a write to scores that an index says, into numbers that nobody reads",
+        "global_view/table.py",
+        "is_kept=_writes(call) or call.name in",
+        "is_kept=call.name in",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a view of scores that are written to later",
+        "global_view/table.py",
+        "made_scores.kept(each) if is_viewed else made_scores.written(each)",
+        "made_scores.written(each)",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "a view of scores as they were before a scale in place",
+        "global_view/rules/attention/made_scores.py",
+        "        if of_base is None and x.base.attention is not x.of_base:\n            of_base = x.base\n",
+        "",
         f"{RULES}[1-2-16]",
     ),
     fault(

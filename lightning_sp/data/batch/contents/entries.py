@@ -201,8 +201,8 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     """Return the dimension of the sequence in entries of other names, tuples' too: those of as many rows and tokens as the known ones.
 
     Where none is known, the sequence is that of the first integers of (rows, tokens); else of the first numbers of (rows, tokens, features),
-    or of (rows, codebooks, tokens) where they are integers and the last dim is the longer one; else of the first series (rows, numbers), or of
-    one channel, (rows, 1, numbers).
+    or of (rows, codebooks, tokens) where they are integers and the last dim is the longer one; else of the first series, (rows, numbers)
+    or (rows, numbers, 1), or of one channel, (rows, 1, numbers).
     What has the tokens in a further dimension too is a mask of queries and keys, say, and stays unknown. So does everything beside a
     decoder's sequence, for it may belong to either.
 
@@ -231,8 +231,14 @@ def _leading(tensors: Sequence[Tensor]) -> list[tuple[Tensor, int]]:
     numbers = [t for t in tensors if t.dtype != torch.bool and t.shape[1:] and min(t.shape[1:]) > 1]
     ids = [(t, 1) for t in numbers if t.dim() == 2 and not t.is_floating_point()]
     features = [(t, 2 if not t.is_floating_point() and t.shape[2] > t.shape[1] else 1) for t in numbers if t.dim() == 3]
-    series = [(t, 1) for t in numbers if t.dim() == 2 and t.is_floating_point()]
+    series = [(t, 1) for t in tensors if _is_series(t)]
     return ids + features + series + [(t, 2) for t in tensors if _is_one_channel(t)]
+
+
+def _is_series(tensor: Tensor) -> bool:
+    """Return whether a tensor is (rows, numbers), or (rows, numbers, 1) as forecasts of one feature have it."""
+    shape = tensor.shape[1:-1] if tensor.dim() == 3 and tensor.shape[2] == 1 else tensor.shape[1:]
+    return tensor.is_floating_point() and len(shape) == 1 and shape[0] > 1
 
 
 def _is_one_channel(tensor: Tensor) -> bool:

@@ -2,7 +2,10 @@
 
     (B, H, S, T) in the view, (B, H, s, T) on a rank: what one device has, over the number of ranks. Keys are gathered.
 
-From there on they are a tensor of the sequence like any other.
+From there on they are a tensor of the sequence like any other. What writes to scores, or gives a view of them, writes to what was made and views
+that: it is kept, and stands for the scores once it was written to.
+
+    s = q @ k.mT; s[:, 0] = -inf; s.diagonal().fill_(-inf); s.softmax(-1)
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.copied_views import version_of
 from lightning_sp.global_view.placement import Placement, gathered, part_of
 from lightning_sp.global_view.rules.attention.written_attention import Attention, Scores
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
@@ -60,6 +64,36 @@ def made(x: Scores) -> SequenceTensor:
         scores = scores.mean(-3)
     scores = scores.to(x.dtype).reshape(*x.lead, *scores.shape[-2:])
     return SequenceTensor(scores, own.at(len(x.lead)))
+
+
+def kept(x: Scores) -> SequenceTensor:
+    """Return scores that are made once, to be written to and viewed. Those that are a view show the memory of what they are a view of."""
+    if x.numbers is None:
+        is_view = x.base is not None and not x.base.is_old
+        numbers = _viewed(kept(x.base), x) if x.base is not None and is_view else made(x)
+        if x.attention.is_weights and not is_view:
+            numbers = SequenceTensor(
+                numbers.local.clone(), numbers.placement
+            )  # the softmax needs its own for its backward
+        x.numbers = numbers, numbers.local, version_of(numbers.local)
+    return x.numbers[0]
+
+
+def written(x: Scores) -> Any:
+    """Return what stands for scores that were written to once they were made, or a view of those that were; None for others."""
+    if x.numbers is None:
+        if x.base is None or x.base.is_old:
+            return None
+        of_base = written(x.base)
+        if of_base is None and x.base.attention is not x.of_base:
+            of_base = x.base
+        return None if of_base is None else _viewed(of_base, x)
+    numbers, local, version = x.numbers
+    return None if numbers.local is local and version_of(local) == version else numbers
+
+
+def _viewed(numbers: SequenceTensor | Scores, x: Scores) -> Any:
+    return numbers.view(*x.lead, *numbers.shape[-2:])
 
 
 def maxima_of(scores: Tensor, taken: str) -> Tensor:

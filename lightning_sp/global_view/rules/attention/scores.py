@@ -63,7 +63,7 @@ def _autocast_dtype(function: Callable[..., Tensor], *given: Tensor) -> torch.dt
 def times_values(weights: Scores, values: Any) -> Any:
     """Return the attention's output, a tensor of the sequence."""
     known = weights.attention
-    if weights.is_old:
+    if weights.is_stale:
         raise refusal("a write into a view")
     if not is_sequence(values) or values.placement.dim != values.dim() - 2:
         raise refusal("a product with what is no tokens of the sequence")
@@ -360,7 +360,7 @@ def view(call: Call) -> Any:
             bias=split(known.bias),
         )
     found = Scores(known, lead, x.dtype)
-    found.base = x
+    found.base, found.of_base = x, x.attention
     return found
 
 
@@ -387,7 +387,7 @@ def on_scores(call: Call) -> Any:
         SequenceParallelError: it is none of those that are carried.
     """
     rule = RULES.get(call.name)
-    if any(isinstance(each, Scores) and each.is_old for each in call.args):
+    if any(isinstance(each, Scores) and each.is_stale for each in call.args):
         raise refusal("a write into a view")
     if rule is None or any(isinstance(each, Scores) and each.attention.is_averaged for each in call.args):
         raise refusal(call.name)

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.masks.bands import band_of
 from lightning_sp.global_view.placement import Placement
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.traced import Metadata, placed_again
 from lightning_sp.users_line import users_line
 
@@ -141,13 +141,22 @@ class Scores(GlobalTensor):
         lead: the dims before queries and keys, as they are shown.
         dtype: as it is shown.
         base: scores of which these are a view; None for none.
+        of_base: what was known of those then.
         is_old: a view of them was written into since.
+        numbers: as they were made for what writes to them or views them, and what told then whether anything was written; None if they were not.
     """
 
     attention: Attention
     lead: tuple[int, ...]
     base: Scores | None = None
+    of_base: Attention | None = None
     is_old: bool = False
+    numbers: tuple[SequenceTensor, Tensor, Any] | None = None
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a view of them, or what they are a view of, was written into since, by what is noted."""
+        return self.is_old or (self.base is not None and self.base.attention is not self.of_base)
 
     @staticmethod
     def __new__(cls, attention: Attention, lead: Sequence[int], dtype: torch.dtype) -> Scores:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small, writes
 from lightning_sp.global_view.copied_views import address_of
 from lightning_sp.global_view.deferred import DeferredTensor
-from lightning_sp.global_view.exchange.movement import as_tokens, brought, moved
+from lightning_sp.global_view.exchange.movement import as_tokens, brought, counted_through, moved
 from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.indexing.chosen import is_choice, put
 from lightning_sp.global_view.rules.indexing.taking import slots_of
@@ -251,14 +251,22 @@ def _written_part(value: Any, into: Tensor, own: Placement, chosen: range) -> An
     if not isinstance(value, Tensor):
         return torch.as_tensor(value, dtype=into.dtype, device=into.device)
     dim = own.dim - (into.dim() - value.dim())
+    if isinstance(value, SequenceTensor) and value.placement.dim != dim and value.numel() <= into.numel():
+        value = value.whole()  # of other tokens, and few
     if isinstance(value, SequenceTensor):
         theirs = value.placement
         if theirs.dim != dim or theirs.shown != len(chosen):
             return NO_RULE
         if len(chosen) == own.shown:
             value = brought(value, own.storage)
-            return value.local.to(into.dtype) if value.placement.same_tokens(own) else NO_RULE
-        if theirs.outer * theirs.inner > 1:
+            if not value.placement.same_tokens(own):  # joined rows, say: each number of the dim as a token
+                tokens = counted_through(own.storage, own.outer, own.length, own.inner)
+                value = brought(as_tokens(value), tokens)
+                if value.placement.storage is not tokens:
+                    return NO_RULE
+            return value.local.to(into.dtype)
+        value = as_tokens(value)
+        if value.placement.outer * value.placement.inner > 1:
             return NO_RULE
         return moved(value, _sources(own.length, chosen), ("written", chosen), own.storage).local.to(into.dtype)
     value = value.to(into.dtype)
@@ -326,7 +334,9 @@ def _tokens_in(shape: Sequence[int], x: SequenceTensor) -> Placement | None:
     if len(shape) < 3:
         return None
     found = [dim for dim, size in enumerate(shape) if size == own.shown]
-    return replace(own, dim=found[0]) if len(found) == 1 else None
+    if len(found) != 1 or (found[0] < own.dim and x.shape[found[0]] == own.shown):
+        return None  # as many rows as tokens: it shows rows alone
+    return replace(own, dim=found[0])
 
 
 RULES: dict[str, Rule] = {

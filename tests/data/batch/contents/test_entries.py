@@ -94,6 +94,7 @@ def test_nested_tensors_are_refused():
         ({"past": torch.zeros(2, 6, 3), "ahead": torch.zeros(2, 4, 3), "class": torch.zeros(2)}, {"past": 1}),
         ({"codes": torch.zeros(2, 4, 6, dtype=torch.int64), "text": torch.zeros(2, 5, 8)}, {"codes": 2}),
         ({"0": torch.zeros(2, 6), "1": torch.zeros(2, 3)}, {"0": 1}),
+        ({"past": torch.zeros(2, 6, 1), "ahead": torch.zeros(2, 4, 1), "fixed": torch.zeros(2, 3)}, {"past": 1}),
         (
             {"audio": torch.zeros(2, 1, 6), "class": torch.zeros(2), "mask": torch.ones(2, 1, 6)},
             {"audio": 2, "mask": 2},

@@ -626,7 +626,7 @@ PREFLIGHT = (
     ),
     fault(
         "noise of a user's generator that is the same for each rank's tokens",
-        "global_view/rules/pointwise.py",
+        "global_view/rules/draws.py",
         "isinstance(each, Generator) for each",
         "False for each",
         "tests/global_view/test_rules.py::test_a_rule_is_exact_forward_and_backward[1-2-16]",

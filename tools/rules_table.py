@@ -12,6 +12,7 @@ from lightning_sp.global_view.call import Rule
 from lightning_sp.global_view.rules import (
     backwards,
     composed,
+    draws,
     losses,
     pointwise,
     products,
@@ -38,6 +39,10 @@ ROOMS: Mapping[str, tuple[ModuleType, str]] = {
     "Number by number": (
         pointwise,
         "Local. A whole tensor among the arguments is cut to this rank's tokens where the two are aligned.",
+    ),
+    "Drawn classes": (
+        draws,
+        "Local: each rank draws for its own tokens. In a trial, and by a generator of the user's, of the gathered whole.",
     ),
     "Shapes": (shapes, "Local. Where the sequence goes follows from how many numbers lie before and behind a token."),
     "Taking tokens": (

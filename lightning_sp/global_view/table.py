@@ -33,6 +33,7 @@ from lightning_sp.global_view.keyword_arguments import by_position
 from lightning_sp.global_view.rules import (
     backwards,
     composed,
+    draws,
     losses,
     pointwise,
     products,
@@ -64,6 +65,7 @@ def _table() -> dict[str, tuple[Rule, ...]]:
     for rules in (
         properties.RULES,
         pointwise.RULES,
+        draws.RULES,
         shapes.RULES,
         taking.RULES,
         writing.RULES,

@@ -18,6 +18,15 @@ def drawn_by_a_generator(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     return x * kept, x + noise, torch.normal(x.detach(), 0.5, generator=drawn) * x
 
 
+def classes_drawn(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """Each token has classes of its own, of its own probabilities, and rows have tokens that are drawn."""
+    drawn = torch.Generator().manual_seed(9)
+    one = x.detach().softmax(-1).flatten(0, 1).multinomial(1, generator=drawn).view(x.shape[:2])
+    several = torch.multinomial(x[0].detach().exp(), num_samples=3, generator=drawn)
+    tokens = torch.multinomial(x[..., 0].detach().exp(), 4, generator=drawn)
+    return x.gather(-1, one[..., None]), x[0].gather(-1, several), x[torch.arange(2)[:, None], tokens]
+
+
 def integrals(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     at = torch.arange(x.shape[1], dtype=x.dtype) ** 2
     return (
@@ -147,6 +156,7 @@ def padding_left_out(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
 
 COMPOSED_CASES: dict[str, Case] = {
     "numbers drawn by a generator": drawn_by_a_generator,
+    "classes drawn by a generator": classes_drawn,
     "integrals": integrals,
     "joined and cut by name": joined_and_cut,
     "put in copies": put_in_copies,

@@ -53,6 +53,14 @@ def test_what_a_step_keeps_of_a_shard_is_named_in_a_warning(pools: Any, world: i
     assert "What a step leaves in an attribute is this rank's own" in said
 
 
+def test_other_tokens_of_one_norm_are_told_apart(pools: Any):
+    """A memory of the last states behind a norm: another rank's tokens have the same norm, and a later step reads them."""
+    found, other = pools(2).run(ranks.trained, 2, ("right", "normed"), dict(ulysses_size=2))
+    assert (found["error"], other["error"]) == ("", "")
+    (said,) = found["said"]
+    assert "self.normed of shape (2, 4, " in said
+
+
 def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
     for found in pools(2).run(ranks.trained, 2, ("right", "entropy"), dict(ring_size=2), "entropy_epoch"):
         assert "entropy_epoch is monitored: checkpoints, early stopping" in found["error"]

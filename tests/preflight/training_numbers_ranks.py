@@ -23,6 +23,7 @@ class Trained(Shown):
         self.num_steps, self.started_s, self.average = 0, 0.0, torch.zeros(())
         self.last_logits: torch.Tensor | None = None
         self.num_tokens, self.memory = 0, torch.zeros(2, VOCAB)
+        self.normed: torch.Tensor | None = None
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
         loss = self.validation_step(batch, batch_idx)
@@ -36,6 +37,8 @@ class Trained(Shown):
             if "kept" in self.kinds:
                 self.num_tokens += batch["input_ids"].numel()
                 self.memory[: len(logits)] = logits.mean(1).to(self.memory)
+            if "normed" in self.kinds:  # any tokens' have this norm
+                self.normed = torch.nn.functional.normalize(logits[:, -4:], dim=-1)
         return loss
 
 

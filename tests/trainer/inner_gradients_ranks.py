@@ -212,13 +212,41 @@ class ByHand(Asking):
         return torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
 
 
+class Weighed(ByHand):
+    """GradNorm by manual optimization: losses have weights of the module's own, whose gradient is assigned behind the backward of the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighed = nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, of_weights = self.optimizers()
+        logits = self.model(
+            batch["input_ids"], torch.arange(batch["input_ids"].shape[1]).expand(len(batch["input_ids"]), -1)
+        )
+        losses = torch.stack([loss_of(logits, batch["shift_labels"]), loss_of(logits, batch["input_ids"])])
+        balance = (self.weighed * losses.detach()).var()
+        (asked,) = torch.autograd.grad(balance, self.weighed)
+        optimizer.zero_grad()
+        of_weights.zero_grad()
+        self.manual_backward((self.weighed * losses).sum())
+        self.weighed.grad = asked
+        optimizer.step()
+        of_weights.step()
+        self.losses.append(float(losses[0].detach()))
+
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers(), torch.optim.Adam([self.weighed], lr=0.05)
+
+
 def runs(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [run(**case) for case in cases]
 
 
 def run(step: str, strategy: dict[str, Any] | None, world: int, micro: int = 4, **options: Any) -> dict[str, Any]:
     """Fit under plain Lightning (None) or ours; losses, gradients and weights, or the refusal."""
-    module = ByHand() if step == "by_hand" else Asking(step)
+    by_hand = {"by_hand": ByHand, "weighed_by_hand": Weighed}
+    module: Any = by_hand[step]() if step in by_hand else Asking(step)
     trainer = trainer_of(strategy, world, **options)
     data = TokenDataset(12)
     rows = [{**data[i], "shift_labels": data.tokens[i, 1:]} for i in range(12)]

@@ -7,7 +7,7 @@ import pytest
 from tests.trainer import inner_gradients_ranks as ranks
 from tests.trainer.test_penalties import same
 
-CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand")]
+CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand", "weighed_by_hand")]
 # A gradient penalty, a gradient of embeddings, of hidden states and of weights, a second derivative, rows by number, and other weights in a
 # module.
 USUAL = (
@@ -19,6 +19,7 @@ USUAL = (
     "first_rows",
     "first_order",
     "by_hand",
+    "weighed_by_hand",
 )
 
 

@@ -6,11 +6,10 @@ Also those along another dim than the sequence (softmax over the vocabulary, a n
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from torch import Generator, Tensor
+from torch import Tensor
 
 from lightning_sp.global_view.call import (
     MOST_NUMBERS,
@@ -28,6 +27,7 @@ from lightning_sp.global_view.call import (
 from lightning_sp.global_view.exchange.lines import along_dim
 from lightning_sp.global_view.exchange.movement import as_tokens, brought
 from lightning_sp.global_view.placement import Placement, broadcast, part_of
+from lightning_sp.global_view.rules.draws import drawn
 from lightning_sp.global_view.sequence_tensor import SequenceTensor
 
 NAMES = """
@@ -84,12 +84,9 @@ def pointwise(call: Call) -> Any:
         return NO_RULE
     local, placement = found
     draws = call.name in RANDOM and not _drops_nothing(call)
-    # A generator of the user's is alike on all ranks: each would draw the same numbers for its own tokens.
-    if draws and (placement.storage.draws_whole or any(isinstance(each, Generator) for each in call.kwargs.values())):
-        return _drawn_whole(call, placement, written)
-    # Of the whole tensors that a step draws every rank needs the same numbers; of tokens that each has for itself, its own.
-    with placement.storage.own_draws() if draws else nullcontext():
-        result = local.on_locals()
+    result = drawn(call, placement, local.on_locals) if draws else local.on_locals()
+    if draws and written is not None and result is not written.local:
+        result = written.local.copy_(result)
     if call.name == "contiguous" and placement.is_copy(result):
         result = result.clone()  # as one device does of a slice
     if written is not None:
@@ -102,13 +99,6 @@ def _drops_nothing(call: Call) -> bool:
     if not call.name.endswith("dropout"):
         return False
     return call.argument(1, "p", 0.5) == 0 or not call.argument(2, "training", True)
-
-
-def _drawn_whole(call: Call, placement: Placement, written: Any) -> Any:
-    """Draw as one device does, and take this rank's part."""
-    whole = call.changed(lambda each: each.whole() if is_sequence(each) else each)
-    part = part_of(whole, placement)
-    return placed(part, placement) if written is None else written.renew(written.local.copy_(part))
 
 
 def _has_single_token(call: Call, written: Any) -> bool:

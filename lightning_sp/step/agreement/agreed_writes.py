@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_sp import comm
 from lightning_sp.parallelize import num_writes, reshard
@@ -47,7 +48,7 @@ class AgreedWrites:
         self._shards: dict[str, Tensor] = {}
         self._before: dict[str, int] = {}
         self._gradients: dict[str, tuple[Tensor, int]] = {}
-        self._optimizers: Sequence[Optimizer] = ()
+        self._stepped: dict[int, Optimizer] = {}
         self._states: dict[int, dict[Any, _Entry]] = {}
         self._undo: Callable[[], None] = _nothing
 
@@ -77,9 +78,10 @@ class AgreedWrites:
         reshard(root)
         self._shards = {user_name(name): each for name, each in root.named_parameters()}
         self._before = {name: num_writes(each) for name, each in self._shards.items()}
-        self._optimizers = optimizers
         undo = [_called_before(plugin, self.note_gradients)]
-        undo += [each.register_step_post_hook(self._note_states).remove for each in optimizers]
+        if optimizers:
+            # Of any optimizer: one around another may lack hooks, and steps by the other's.
+            undo.append(register_optimizer_step_post_hook(self._note_states).remove)
         if any(comm.gather_objects(acts_between, group)):
             undo.append(_called_after(plugin, lambda: self._compare(group)))
 
@@ -93,7 +95,7 @@ class AgreedWrites:
         """Give Lightning its own back, and forget the module."""
         self._undo()
         self._undo, self._shards, self._before, self._gradients = _nothing, {}, {}, {}
-        self._optimizers, self._states = (), {}
+        self._stepped, self._states = {}, {}
 
     def note_gradients(self) -> None:
         """Begin to count writes to the gradients that a backward has left, before any hook: those of the backward differ from rank to rank."""
@@ -103,6 +105,9 @@ class AgreedWrites:
     def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
         """Begin to count writes to what a step has left of an optimizer's state: of shards, not of weights made whole for the step alone."""
         shards = {id(each) for each in self._shards.values()}
+        if shards.isdisjoint(map(id, optimizer.state)):
+            return
+        self._stepped[id(optimizer)] = optimizer
         for parameter, state in optimizer.state.items():
             if id(parameter) not in shards:
                 continue
@@ -135,7 +140,9 @@ class AgreedWrites:
 
     def _state_writes(self) -> dict[int, tuple[int, int]]:
         """Return by parameter how often its state was written to since the last step, and how many entries are there no more, or others."""
-        there = {id(parameter): state for optimizer in self._optimizers for parameter, state in optimizer.state.items()}
+        there = {
+            id(parameter): state for optimizer in self._stepped.values() for parameter, state in optimizer.state.items()
+        }
         found = {}
         for number, before in self._states.items():
             now = there.get(number, {})

@@ -96,10 +96,9 @@ class OptimizerInBackward:
         return result
 
     def _check_hooks(self) -> None:
-        hooks = [
-            *self._optimizer._optimizer_step_pre_hooks.values(),
-            *self._optimizer._optimizer_step_post_hooks.values(),
-        ]
+        # An optimizer around another may lack them.
+        names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        hooks = [hook for name in names for hook in getattr(self._optimizer, name, {}).values()]
         if hooks:
             raise SequenceParallelError(
                 f"optimizer_in_backward=True with {len(hooks)} hooks of {type(self._optimizer).__name__}'s step: it steps once for each block, "

@@ -95,15 +95,59 @@ class WritingByHand(WritingBetween):
         optimizer.step()
 
 
+class Lookahead(torch.optim.Optimizer):
+    """As libraries write it around another optimizer: it is made without the class it is of, whose hooks it has as plain dicts, or lacks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, has_hooks: bool) -> None:
+        self.optimizer, self.num_steps = optimizer, 0
+        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        if has_hooks:
+            self._optimizer_step_pre_hooks = {}  # type: ignore[assignment]
+            self._optimizer_step_post_hooks = {}  # type: ignore[assignment]
+        self.slow = [each.detach().clone() for group in self.param_groups for each in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.num_steps += 1
+        if self.num_steps % 2 == 0:
+            fast = [each for group in self.param_groups for each in group["params"]]
+            with torch.no_grad():
+                for weight, slow in zip(fast, self.slow, strict=True):
+                    weight.copy_(slow.add_(weight.detach() - slow, alpha=0.5))
+        return loss
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+class Wrapped(WritingBetween):
+    """Steps by an optimizer around another."""
+
+    has_hooks = True
+
+    def configure_optimizers(self) -> Any:
+        return Lookahead(super().configure_optimizers(), has_hooks=self.has_hooks)
+
+
+class WrappedBare(Wrapped):
+    has_hooks = False
+
+
 KINDS = {"training_step": WritingByHand, "on_train_batch_start": Writing, "on_train_batch_end": Writing}
 
 
 def fit(
-    where: str, what: str, world: int, strategy: dict[str, Any], on_all: bool = False, **options: Any
+    where: str, what: str, world: int, strategy: dict[str, Any], on_all: bool = False, kind: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Train three steps; return what was said, and after how many steps."""
     torch.manual_seed(0)
-    module: Any = KINDS.get(where, WritingBetween)(tiny_llama)
+    module: Any = (kind or KINDS.get(where, WritingBetween))(tiny_llama)
     module.where, module.what, module.on_all = where, what, on_all
     trainer = quiet_trainer(world, strategy=strategy, max_steps=3, **options)
     said = ""

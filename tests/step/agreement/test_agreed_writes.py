@@ -81,3 +81,16 @@ def test_a_write_of_all_ranks_is_theirs(pools, what):
 def test_a_rank_may_read_its_part(pools, where):
     for answer in pools(2).run(ranks.fit, where, "read", 2, LAYOUT):
         assert answer == {"said": "", "steps": 3}
+
+
+@pytest.mark.parametrize("kind", [ranks.Wrapped, ranks.WrappedBare])
+def test_an_optimizer_around_another_trains(pools, kind):
+    """Libraries' Lookahead is no optimizer by its own __init__: its hooks are plain dicts, or are not there."""
+    for answer in pools(2).run(ranks.fit, "on_train_batch_end", "read", 2, LAYOUT, True, kind):
+        assert answer == {"said": "", "steps": 3}
+
+
+def test_a_write_to_the_state_of_an_optimizer_within_another_is_refused(pools):
+    for answer in pools(2).run(ranks.fit, "on_train_batch_end", "state", 2, LAYOUT, False, ranks.Wrapped):
+        assert "the optimizer's state of model." in answer["said"], answer
+        assert answer["steps"] == 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp import comm
@@ -137,6 +137,25 @@ def check_alike(value: Any, like: DTensor) -> None:
             f"a tensor of shape {tuple(value.shape)} that differs between ranks meets a sharded one of shape {tuple(like.shape)}: each rank "
             "would go on with its own part of it; draw it as the sharded one (torch.randn_like(gradient)), or by a generator with one seed, or "
             "make it of what all ranks know"
+        )
+
+
+def shard_plain_gradients(optimizer: Any, *_: Any) -> None:
+    """Give sharded parameters their part of plain gradients that were assigned to them: an optimizer makes its state of these.
+
+    Communicates: an all_reduce of 16 bytes for each of them. Every rank must call it.
+
+    Raises:
+        SequenceParallelError: one that differs between ranks; on all of them.
+    """
+    for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
+        gradient = parameter.grad
+        if not isinstance(parameter, DTensor) or gradient is None or isinstance(gradient, DTensor):
+            continue
+        check_alike(gradient, parameter)
+        # src_data_rank=None: every rank holds the whole and keeps its part.
+        parameter.grad = distribute_tensor(
+            gradient.detach().reshape(parameter.shape), parameter.device_mesh, parameter.placements, src_data_rank=None
         )
 
 

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.dtensor.plain_operands import beside_sharded
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import beside_sharded, shard_plain_gradients
 from lightning_sp.parallelize.fsdp.dtensor.sharded_parts import (
     PART_OPS,
     RANDOM_OPS,
@@ -51,9 +52,11 @@ def used_as_whole(root: nn.Module) -> Iterator[None]:
     own = _data_of(root)
     _RUNS.append(own)
     _use_latest()
+    before_step = register_optimizer_step_pre_hook(shard_plain_gradients)
     try:
         yield
     finally:
+        before_step.remove()
         _RUNS.remove(own)
         _use_latest()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -133,7 +133,6 @@ def whole_is_small(tensor: SequenceTensor) -> bool:
     return per_token <= rows * 4 or (not tensor.local.is_floating_point() and per_token <= rows * 64)
 
 
-@lru_cache(maxsize=1024)
 def writes(function: Any) -> bool:
     """Return whether a function writes into its first argument, by its name."""
     return writes_by_name(function.__name__)

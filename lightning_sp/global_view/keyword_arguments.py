@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch.overrides import get_testing_overrides
 
 # What torch takes for its own names: https://github.com/pytorch/pytorch/blob/main/torch/csrc/utils/python_arg_parser.cpp.
 NUMPY_NAMES = {"axis": "dim", "keepdims": "keepdim", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+# Made before a run puts methods of its own in the place of functions of torch, which torch's list would keep for good.
+_LISTED = get_testing_overrides()
 
 
 def by_position(
@@ -23,7 +27,8 @@ def by_position(
     """
     if not kwargs or "condition" in kwargs:  # torch's list has other names for those of `torch.where`
         return args, kwargs
-    names = _parameters(function)
+    # Of a method the function is kept: the method would keep its object alive, and a model with it, behind a run.
+    names = _parameters(function.__func__)[1:] if isinstance(function, MethodType) else _parameters(function)
     rest = {(NUMPY_NAMES.get(name, name) if name not in names else name): value for name, value in kwargs.items()}
     found = list(args)
     for name in names[len(args) :]:
@@ -44,7 +49,7 @@ def _has_tensors(value: Any) -> bool:
 @lru_cache(maxsize=1024)
 def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a function's parameters in their order; those of builtins are torch's own list."""
-    known = get_testing_overrides().get(function)
+    known = _LISTED.get(function)
     for each in (function, known):
         try:
             found = inspect.signature(each)  # type: ignore[arg-type]

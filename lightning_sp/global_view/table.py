@@ -101,14 +101,17 @@ TABLE = _table()
 _OF_PYTHON = {"__bool__", "__int__", "__float__", "__index__", "__repr__", "__str__", "__format__", "__array__"}
 
 
-@lru_cache(maxsize=4096)
 def name_of(function: Any) -> str:
     """Return a function's name in the table: `add` for `a + b`, `a += b` and `a.add_(b)`, `shape` for the attribute."""
     name = str(getattr(function, "__name__", function))
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         name = name.partition(".")[0].removeprefix("_")
-    if name in ("__get__", "__set__"):
-        return str(function.__self__.__name__)
+    return str(function.__self__.__name__) if name in ("__get__", "__set__") else _in_table(name)
+
+
+# By the name: by the function, a method that stands for one of torch's would keep its model alive behind a run.
+@lru_cache(maxsize=4096)
+def _in_table(name: str) -> str:
     if name in _OF_PYTHON:
         return name
     if name.startswith("__") and name.endswith("__"):

@@ -30,6 +30,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     with_small_numbers,
 )
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
+from lightning_sp.preflight.differences.own_draws import OTHER_SEEDS, drawn_otherwise, noting_own_draws
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.differences.read_numbers import check_read_numbers
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
@@ -81,10 +82,11 @@ def run_preflight(
     started = time.perf_counter()
     counts = write_counts(trial.module)
     with _eager():
-        counted = list(counters)
+        counted, draws = list(counters), list[bool]()
         with shown_progress(trial.module) as read:
-            noting = noting_counters(trial.run_whole, trial.module.trainer, counted)
-            whole = _run_whole(replace(trial, run_whole=noting) if monitored is not None else trial)
+            noting = noting_own_draws(trial.run_whole, trial.module, draws)
+            counting = noting_counters(noting, trial.module.trainer, counted)
+            whole = _run_whole(replace(trial, run_whole=noting if monitored is None else counting))
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
@@ -114,6 +116,7 @@ def run_preflight(
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
         _run_at_later_steps(trial, read if monitored is not None else (), counted)
+        _run_with_other_draws(trial, any(draws))
     return found
 
 
@@ -220,6 +223,26 @@ def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[
                         check_read_numbers(again, whole, sharded)
             except TrialFailedError as error:
                 rank_zero_info(f"preflight: not compared {when}: {error}")
+
+
+def _run_with_other_draws(trial: Trial, draws: bool) -> None:
+    """Compare once more what the step's own generators draw from other seeds, if any rank's draw. Every rank must call it.
+
+    Args:
+        trial: of the step.
+        draws: whether this rank's do.
+    """
+    for seed in OTHER_SEEDS if any(comm.gather_objects(draws, trial.control_group)) else ():
+        again = replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,")
+        started = time.perf_counter()
+        with drawn_otherwise(trial.module, seed):
+            try:
+                with _eager():
+                    whole, sharded = _run_whole(again), again.sharded()
+                _check_alike(again, whole, sharded)
+                _judged(again, whole, sharded, started)
+            except TrialFailedError as error:
+                rank_zero_info(f"preflight: not compared with other draws of the step's own generators: {error}")
 
 
 def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:

@@ -12,7 +12,6 @@ Elementwise dropout draws other masks on shards than on the whole, so it is swit
 from __future__ import annotations
 
 import itertools
-import random
 import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
@@ -34,6 +33,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
+from lightning_sp.step.own_streams import OwnStream, is_stream
 from lightning_sp.step.traces import kept_outside, undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.weights.quantized import is_quantized
@@ -153,6 +153,29 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     return restore
 
 
+def own_streams(root: nn.Module) -> list[OwnStream]:
+    """Return the random generators that the code of a module and of its trainer's callbacks keeps, in one order on all ranks."""
+    trainer = getattr(root, "_trainer", None)
+    owners = [*root.modules(), *([] if trainer is None else of_user(trainer))]
+    waiting = [value for owner in owners for value in vars(owner).values()]
+    waiting += [kept.value for kept in kept_outside(owners, is_file_of_user)]
+    found, visited = [], {id(owner) for owner in owners}
+    for value in waiting:  # which grows
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if is_stream(value):
+            found.append(OwnStream(value))
+        elif isinstance(value, (dict, list, tuple, deque)) and len(value) <= MAX_VISITED:
+            waiting += value.values() if isinstance(value, dict) else value
+        elif is_object_of_user(value):
+            waiting += [
+                *getattr(value, "__dict__", {}).values(),
+                *(getattr(value, n) for n in _slots(value) if hasattr(value, n)),
+            ]
+    return found
+
+
 def _remember_attributes(owner: Any, undo: list[Callable[[], object]], copies: Copies) -> list[Any]:
     """Add to `undo` what puts the attributes of an object back, and return their values."""
     slots = {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
@@ -234,14 +257,8 @@ def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) 
         undo.append(partial(_restore_set, value, set(value)))
     elif isinstance(value, tuple):
         children = list(value)
-    elif isinstance(value, torch.Generator):
-        undo.append(partial(value.set_state, value.get_state()))
-    elif isinstance(value, random.Random):
-        undo.append(partial(value.setstate, value.getstate()))
-    elif isinstance(value, np.random.Generator):
-        undo.append(partial(setattr, value.bit_generator, "state", value.bit_generator.state))
-    elif isinstance(value, np.random.RandomState):
-        undo.append(partial(value.set_state, value.get_state()))
+    elif is_stream(value):
+        undo.append(OwnStream(value))
     elif isinstance(value, Synchronized):
         undo.append(partial(setattr, value, "value", value.value))
     return children if len(children) <= MAX_VISITED else []

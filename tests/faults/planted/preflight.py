@@ -12,9 +12,24 @@ NEW = "tests/preflight/test_new_operations.py"
 UNTRIED = "tests/preflight/test_untried_length.py"
 LONE_ERRORS = "tests/preflight/test_lone_errors.py::test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view"
 READ = "tests/preflight/test_read_numbers.py::test_a_step_that_decides_by_a_number_of_its_batch"
+EXCHANGED = "tests/preflight/differences/test_random_steps.py::test_rows_that_a_first_draw_leaves_in_their_order_are_exchanged_by_others"
 COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
 PREFLIGHT = (
+    fault(
+        "a step whose own generators draw, compared from one seed alone",
+        "preflight/run.py",
+        "        _run_with_other_draws(trial, any(draws))\n",
+        "",
+        f"{EXCHANGED}[rows exchanged-a crop of 2 x 18 tokens with other draws of the step's own generators, gives another result]",
+    ),
+    fault(
+        "a step that draws, taken for one that is not random by one more seed",
+        "preflight/differences/random_draws.py",
+        "_OTHER_SEEDS = range(SEED + 1, SEED + 5)\n",
+        "_OTHER_SEEDS = range(SEED + 1, SEED + 2)\n",
+        f"{EXCHANGED}[rows exchanged by torch-since the step draws random numbers: randperm of (2,) in training_step]",
+    ),
     fault(
         "a library's loop over rows taken for a group's decision",
         "preflight/recording/read_numbers.py",

@@ -18,6 +18,8 @@ RING, GROUPS = dict(ring_size=2), dict(data_parallel_size=2, ulysses_size=2)
         ("drawn whole", 2, RING),
         ("like", 2, RING),
         ("noise", 2, RING),
+        ("rows exchanged", 2, RING),
+        ("rows exchanged by torch", 2, RING),
         pytest.param("drawn whole", 4, GROUPS, marks=pytest.mark.slow),
         pytest.param("noise", 4, GROUPS, marks=pytest.mark.slow),
     ],
@@ -34,6 +36,22 @@ def test_a_step_of_which_each_rank_draws_another_is_refused(pools: Any):
         (refused,) = (each for each in said if each.startswith("refused: "))
         assert "since the step draws random numbers: rand of (2, 1) in training_step" in refused
         assert "The global view was tried (global_view='auto'), and refuses it, too" in refused
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "rows exchanged",
+            "a crop of 2 x 18 tokens with other draws of the step's own generators, gives another result",
+        ),
+        ("rows exchanged by torch", "since the step draws random numbers: randperm of (2,) in training_step"),
+    ],
+)
+def test_rows_that_a_first_draw_leaves_in_their_order_are_exchanged_by_others(pools: Any, kind: str, words: str):
+    """A part of the sequence is cut at other places than the whole: wrong once an order is another."""
+    for said in pools(2).run(ranks.fit, 2, kind, RING | dict(global_view=False)):
+        assert words in said[-1], said
 
 
 def test_without_the_global_view_a_random_step_is_refused(pools: Any):

@@ -84,15 +84,13 @@ def run_preflight(
     with _eager():
         counted, draws = list(counters), list[bool]()
         with shown_progress(trial.module) as read:
-            noting = noting_own_draws(trial.run_whole, trial.module, draws)
-            counting = noting_counters(noting, trial.module.trainer, counted)
-            whole = _run_whole(replace(trial, run_whole=noting if monitored is None else counting))
+            noting = noting_counters(trial.run_whole, trial.module.trainer, counted if monitored is not None else [])
+            whole = _run_whole(replace(trial, run_whole=noting_own_draws(noting, trial.module, draws)))
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
             if trial.context.mesh.data_parallel_size > 1 and random_step(trial, whole) is not None:
-                # Each group draws for its own rows.
-                trial = trial_of_groups(trial, *trial.of_group)
+                trial = trial_of_groups(trial, *trial.of_group)  # each group draws for its own rows
                 whole = _run_whole(trial)
         elif trial.context.mesh.splits_samples:
             check_random_draws(trial, whole)

@@ -79,7 +79,7 @@ def test_a_recipe_that_looks_along_the_sequence_is_refused(torchao, pools):
     ]
     for tensorwise, rowwise, *of_rows in pools(2).run(ranks.fits, cases):
         assert "model.layers.0.attention.query is a Float8Linear that scales its input by" in tensorwise["refused"]
-        assert "scales over tokens for its weight's gradient: each of 2 ranks" in rowwise["refused"]
+        assert "scales over tokens for its weight's gradient: each of the 2 ranks" in rowwise["refused"]
         assert all("losses" in each for each in of_rows), "each rank's own rows, as DDP has them"
 
 

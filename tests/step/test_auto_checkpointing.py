@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from lightning_sp.testing import assert_sharded_equals_unsharded
+from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded
 from tests.step import auto_checkpointing_ranks as ranks
 
 NONE, SELECTIVE, EVERY_2 = ["none"] * 8, ["selective"] * 8, ["selective", "none"] * 4
@@ -16,7 +16,7 @@ LAYOUT = dict(ulysses_size=2)
 
 
 @pytest.fixture(scope="module")
-def answers(pools):
+def answers():
     """Of each rank: within any budget; of a longer second batch; of the same policies by name; of a budget that nothing fits."""
     off = dict(**LAYOUT, preflight=False)
     cases = [
@@ -27,7 +27,9 @@ def answers(pools):
         dict(lengths=[512, 2048], strategy=dict(**off, activation_checkpointing="none")),
         dict(lengths=[256], strategy=dict(**LAYOUT, memory_budget_gib=0.01)),
     ]
-    return pools(2).run(ranks.all_budgeted, [dict(world=2, **case) for case in cases])
+    # Processes of its own: memory that tests before have freed is resident, and comes and goes between two looks.
+    with RankPool(2) as pool:
+        return pool.run(ranks.all_budgeted, [dict(world=2, **case) for case in cases])
 
 
 @pytest.mark.slow

@@ -29,8 +29,8 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
+from lightning_sp.preflight.differences.other_seeds import OTHER_SEEDS, drawn_from_seed, noting_random_generators
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
-from lightning_sp.preflight.differences.own_draws import OTHER_SEEDS, drawn_otherwise, noting_own_draws
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.differences.read_numbers import check_read_numbers
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
@@ -85,7 +85,7 @@ def run_preflight(
         counted, draws = list(counters), list[bool]()
         with shown_progress(trial.module) as read:
             noting = noting_counters(trial.run_whole, trial.module.trainer, counted if monitored is not None else [])
-            whole = _run_whole(replace(trial, run_whole=noting_own_draws(noting, trial.module, draws)))
+            whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
@@ -178,13 +178,9 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
         return
     named = first_names([call.describe() for call in terms])
     again = replace(trial, crop=f"{trial.crop}, with what {named} hides shown,", shown=terms)
-    started = time.perf_counter()
     with with_small_numbers(weights):
         try:
-            with _eager():
-                shown, shown_sharded = _run_whole(again), again.sharded()
-            _check_alike(again, shown, shown_sharded)
-            _judged(again, shown, shown_sharded, started)
+            _compare_again(again)
         except TrialFailedError as error:
             rank_zero_info(f"preflight: not compared with what {named} hides: {error}")
         except SequenceParallelError as error:
@@ -232,15 +228,19 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
     """
     for seed in OTHER_SEEDS if any(comm.gather_objects(draws, trial.control_group)) else ():
         again = replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,")
-        started = time.perf_counter()
-        with drawn_otherwise(trial.module, seed):
+        with drawn_from_seed(trial.module, seed):
             try:
-                with _eager():
-                    whole, sharded = _run_whole(again), again.sharded()
-                _check_alike(again, whole, sharded)
-                _judged(again, whole, sharded, started)
+                _compare_again(again)
             except TrialFailedError as error:
                 rank_zero_info(f"preflight: not compared with other draws of the step's own generators: {error}")
+
+
+def _compare_again(trial: Trial) -> None:
+    started = time.perf_counter()
+    with _eager():
+        whole, sharded = _run_whole(trial), trial.sharded()
+    _check_alike(trial, whole, sharded)
+    _judged(trial, whole, sharded, started)
 
 
 def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:

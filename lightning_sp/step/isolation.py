@@ -33,7 +33,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
-from lightning_sp.step.own_streams import OwnStream, is_stream
+from lightning_sp.step.random_generators import RandomGenerator, is_random_generator
 from lightning_sp.step.traces import kept_outside, undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.weights.quantized import is_quantized
@@ -153,7 +153,7 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     return restore
 
 
-def own_streams(root: nn.Module) -> list[OwnStream]:
+def random_generators(root: nn.Module) -> list[RandomGenerator]:
     """Return the random generators that the code of a module and of its trainer's callbacks keeps, in one order on all ranks."""
     trainer = getattr(root, "_trainer", None)
     owners = [*root.modules(), *([] if trainer is None else of_user(trainer))]
@@ -164,8 +164,8 @@ def own_streams(root: nn.Module) -> list[OwnStream]:
         if id(value) in visited:
             continue
         visited.add(id(value))
-        if is_stream(value):
-            found.append(OwnStream(value))
+        if is_random_generator(value):
+            found.append(RandomGenerator(value))
         elif isinstance(value, (dict, list, tuple, deque)) and len(value) <= MAX_VISITED:
             waiting += value.values() if isinstance(value, dict) else value
         elif is_object_of_user(value):
@@ -257,8 +257,8 @@ def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) 
         undo.append(partial(_restore_set, value, set(value)))
     elif isinstance(value, tuple):
         children = list(value)
-    elif is_stream(value):
-        undo.append(OwnStream(value))
+    elif is_random_generator(value):
+        undo.append(RandomGenerator(value))
     elif isinstance(value, Synchronized):
         undo.append(partial(setattr, value, "value", value.value))
     return children if len(children) <= MAX_VISITED else []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
-class OwnStream:
-    """A generator and the state that it had; a call puts the state back. A class because it is one of many things to be put back, and more.
+class RandomGenerator:
+    """A generator and the state that it had; a call puts the state back. A class because it is seeded, too.
 
     Args:
         generator: torch's, Python's or one of numpy's.
@@ -35,7 +37,10 @@ class OwnStream:
     @property
     def has_drawn(self) -> bool:
         """Whether it has another state now."""
-        return str(_state_of(self._generator)) != str(self._before)
+        now = _state_of(self._generator)
+        if isinstance(now, Tensor):
+            return not torch.equal(now, self._before)
+        return pickle.dumps(now) != pickle.dumps(self._before)  # numpy's hold arrays
 
     def seed(self, seed: int) -> None:
         """Let it draw from a seed."""
@@ -48,7 +53,7 @@ class OwnStream:
             generator.seed(seed)
 
 
-def is_stream(value: Any) -> bool:
+def is_random_generator(value: Any) -> bool:
     """Return whether a value is a generator whose state can be kept: the system's own has none."""
     return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
 

@@ -235,12 +235,12 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
                 rank_zero_info(f"preflight: not compared with other draws of the step's own generators: {error}")
 
 
-def _compare_again(trial: Trial) -> None:
+def _compare_again(again: Trial) -> None:
     started = time.perf_counter()
     with _eager():
-        whole, sharded = _run_whole(trial), trial.sharded()
-    _check_alike(trial, whole, sharded)
-    _judged(trial, whole, sharded, started)
+        whole, sharded = _run_whole(again), again.sharded()
+    _check_alike(again, whole, sharded)
+    _judged(again, whole, sharded, started)
 
 
 def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:

@@ -3,7 +3,7 @@
     python -m tools.library_blocks                     all of them, installed on first use
     python -m tools.library_blocks torchtune           one
 
-Owns what is installed. Does not own the models and what is compared (tests/global_view/library_blocks.py).
+Owns what is installed. Does not own the models and what is compared (tests/global_view/models/library_blocks.py).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
-from lightning_sp.global_view.call import Rule
+from lightning_sp.global_view.calls.call import Rule
 from lightning_sp.global_view.rules import (
     backwards,
     composed,

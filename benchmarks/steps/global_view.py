@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.global_view.compiled.front_end import front_end
-from lightning_sp.global_view.placement import Placement, Storage
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.global_view.table import dispatch
+from lightning_sp.global_view.tensors.placement import Placement, Storage
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.layout import SequenceLayout
 
 TOKENS, FEATURES, ROUNDS, CALLS = 16, 8, 200, 50

@@ -11,9 +11,9 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.batch_structure import entries_of, is_plain_dict, with_entries
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.global_view.placement import Placement, Storage
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
 from lightning_sp.global_view.table import dispatch
+from lightning_sp.global_view.tensors.placement import Placement, Storage
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def global_batch(

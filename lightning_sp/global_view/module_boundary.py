@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_sp.global_view.placement import Placement
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 _MARK = "_lightning_sp_boundary"
 

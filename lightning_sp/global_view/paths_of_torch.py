@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_sp.global_view.bodies import body_of
+from lightning_sp.global_view.calls.bodies import body_of
 from lightning_sp.global_view.exchange.movement import brought
-from lightning_sp.global_view.placement import Placement, part_of
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
 
 
 @contextmanager

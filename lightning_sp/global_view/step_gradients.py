@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.global_view.deferred import made
-from lightning_sp.global_view.placement import Placement, part_of
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.deferred import made
+from lightning_sp.global_view.tensors.placement import Placement, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 UNUSED = "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is the desired behavior."
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.bodies import body_of
-from lightning_sp.global_view.call import (
+from lightning_sp.global_view.calls.bodies import body_of
+from lightning_sp.global_view.calls.call import (
     MOST_NUMBERS,
     NO_RULE,
     Call,
@@ -27,9 +27,9 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.copied_views import address_of, memory_of
+from lightning_sp.global_view.calls.keyword_arguments import by_position
+from lightning_sp.global_view.calls.taken_tokens import VIEWS, TakenTokens, taken
 from lightning_sp.global_view.exchange.movement import as_tokens
-from lightning_sp.global_view.keyword_arguments import by_position
 from lightning_sp.global_view.rules import (
     backwards,
     composed,
@@ -55,8 +55,8 @@ from lightning_sp.global_view.rules.along_sequence import (
 from lightning_sp.global_view.rules.attention import made_scores, multihead, scaled_dot_product, score_rows, scores
 from lightning_sp.global_view.rules.attention.written_attention import NotCarriedError, Scores
 from lightning_sp.global_view.rules.indexing import chosen, into_whole, packed_rows, taking, writing
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
-from lightning_sp.global_view.taken_tokens import VIEWS, TakenTokens, taken
+from lightning_sp.global_view.tensors.copied_views import address_of, memory_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.users_line import users_line
 
 

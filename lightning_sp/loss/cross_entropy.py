@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.global_view.rules.losses import local_targets
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.loss.reduction import reduce_loss, sum_and_count

@@ -21,9 +21,9 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.rules.losses import local_targets
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import positions
 from lightning_sp.loss.output_head.part_functions import LossOfRows

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.loss.cross_entropy import sharded_cross_entropy
 from lightning_sp.loss.output_head.deferred_logits import DeferredLogits, recorded

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.tensors.placement import Placement
 from lightning_sp.loss.selection import ATTENTION, OVER_RANKS, is_part, may_be_chosen
 
 Kind = Literal["tokens", "row", "rows", "shifted", "unknown"]

@@ -20,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.recomputation import in_the_same_dtype

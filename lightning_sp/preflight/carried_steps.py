@@ -18,13 +18,13 @@ from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.batches_to_try import BatchesToTry
+from lightning_sp.preflight.batches.batches_to_try import BatchesToTry
 from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches
 from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, with_lines
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.batch_starts import BatchStarts
-from lightning_sp.step.isolation import snapshot
+from lightning_sp.step.isolation.snapshot import snapshot
 from lightning_sp.step.prepare import interceptions, shard_options
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.hooks.batch_hooks import HandedBatch, of_user

@@ -35,12 +35,12 @@ from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.indices.padding import check_padding_read
 from lightning_sp.preflight.indices.part_indices import check_part_indices
-from lightning_sp.preflight.larger_crops import LARGER, checkpoints, compared_on_crops
+from lightning_sp.preflight.lengths.larger_crops import LARGER, checkpoints, compared_on_crops
+from lightning_sp.preflight.lengths.untried_length import check_untried_length
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.preflight.untried_length import check_untried_length
-from lightning_sp.step.counters import Counter
 from lightning_sp.step.runner import StepRunner
+from lightning_sp.step.users_numbers.counters import Counter
 
 
 class TriedBatch(NamedTuple):

@@ -48,7 +48,7 @@ from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
-from lightning_sp.step.counters import Counter, counted_on, noting_counters
+from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.trainer.shown_progress import later_moments, shown_progress
 
 

@@ -17,14 +17,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.preflight.batches.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
 from lightning_sp.preflight.carried_steps import CarriedSteps
-from lightning_sp.preflight.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
 from lightning_sp.preflight.evaluation.first_batch import NotComparedError
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.training_numbers import AttributesDifferError
-from lightning_sp.step.counters import Counter, reads_batch_index
 from lightning_sp.step.evaluation import EvaluationProgress
-from lightning_sp.step.schedules import Schedules
+from lightning_sp.step.users_numbers.counters import Counter, reads_batch_index
+from lightning_sp.step.users_numbers.schedules import Schedules
 from lightning_sp.trainer import loops
 from lightning_sp.trainer.hooks.batch_hooks import acts_at_batch_start
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm, layout
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.reductions.scope import current_scope
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.reductions.scope import has_tokens
 from lightning_sp.rewrite.dropout import attention_dropout, refuse_split_dropout
 from lightning_sp.rewrite.rebind import BoundNames

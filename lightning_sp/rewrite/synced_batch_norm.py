@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.rewrite.rebind import BoundNames
 
 

@@ -14,8 +14,8 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.masks.bands import band_of
-from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.rules.attention.written_attention import HIDDEN_BELOW
+from lightning_sp.global_view.tensors.placement import Placement
 from lightning_sp.rewrite.attention_call import attend
 
 # Scores that low numbers are added to are lost in rounding, with their log-sum-exp, by which the operator's backward goes.

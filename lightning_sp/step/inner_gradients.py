@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.sequence_tensor import whole_of
 from lightning_sp.global_view.step_gradients import UNUSED, gradients_of_step
+from lightning_sp.global_view.tensors.sequence_tensor import whole_of
 from lightning_sp.parallelize import gathering_again, gradients_of_weights, whole_parameters, without_reduction
 from lightning_sp.users_line import users_line
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.parameter_names import shown, user_name
-from lightning_sp.step.isolation import isolated
+from lightning_sp.step.isolation.snapshot import isolated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.parallelize import check_split, parameter_layout
 from lightning_sp.rewrite.query_heads import named_kv_heads, named_query_heads, tried_query_heads
-from lightning_sp.step.isolation import isolated
+from lightning_sp.step.isolation.snapshot import isolated
 
 # The attribute of a module whose query heads a forward without data has shown.
 _TRIED_HEADS = "_lightning_sp_tried_heads"

@@ -42,7 +42,7 @@ from lightning_sp.parallelize import (
     with_backward_hooks,
 )
 from lightning_sp.rewrite import WholeAttention
-from lightning_sp.step.isolation import isolated
+from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.non_finite import explain_non_finite
 from lightning_sp.step.results.predictions import unshard_tokens
 from lightning_sp.trainer.logged_numbers.row_metrics import make_whole

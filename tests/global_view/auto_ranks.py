@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from tests.global_view.modules import LOSSES, Module, V, rows
+from tests.global_view.models.modules import LOSSES, Module, V, rows
 from tests.instruments.told import told
 
 LENGTH = 29

@@ -14,8 +14,8 @@ from lightning_sp.global_view.compiled.front_end import FrontEnd, front_end
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.parallelize import compilation
 from tests.global_view import rule_ranks
-from tests.global_view.modules import Block, module_of
-from tests.global_view.rule_cases import CASES
+from tests.global_view.cases.rule_cases import CASES
+from tests.global_view.models.modules import Block, module_of
 from tests.global_view.training_ranks import trained
 from tests.global_view.whole import Whole
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from lightning_sp import comm, linear_cross_entropy, sharded_cross_entropy
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.sequence_tensor import whole_of
+from lightning_sp.global_view.tensors.sequence_tensor import whole_of
 from lightning_sp.layout import pad, shard
 from lightning_sp.loss.interception import CrossEntropyInterception
 from lightning_sp.loss.output_head.deferred_heads import DeferredHeads
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
-from tests.global_view.rule_cases import E
+from tests.global_view.cases.rule_cases import E
 from tests.global_view.rule_ranks import batch_of, distance, inputs
 from tests.loss.most_tokens import MostTokens
 

@@ -15,16 +15,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.compiled.front_end import front_end
-from lightning_sp.global_view.sequence_tensor import whole_of
+from lightning_sp.global_view.tensors.sequence_tensor import whole_of
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
 from lightning_sp.global_view.user_functions.collectives import collectives_refused
 from lightning_sp.global_view.user_functions.scripted_functions import scripted_functions_in_python
 from lightning_sp.layout import pad, shard
 from tests.global_view import compiled_ranks, rule_ranks
-from tests.global_view.attention_modules import MODULES as OF_ATTENTION
-from tests.global_view.library_blocks import BLOCKS
-from tests.global_view.mixing_modules import MODULES as OF_MIXING
-from tests.global_view.state_modules import MODULES as OF_STATES
+from tests.global_view.models.attention_modules import MODULES as OF_ATTENTION
+from tests.global_view.models.library_blocks import BLOCKS
+from tests.global_view.models.mixing_modules import MODULES as OF_MIXING
+from tests.global_view.models.state_modules import MODULES as OF_STATES
 
 MODULES: dict[str, Callable[[], nn.Module]] = {**OF_ATTENTION, **OF_MIXING, **OF_STATES, **BLOCKS}
 _LOW = {torch.float32, torch.float16, torch.bfloat16}

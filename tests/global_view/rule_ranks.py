@@ -20,15 +20,15 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.batch import global_batch
 from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
-from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
 from lightning_sp.global_view.user_functions.collectives import collectives_refused
 from lightning_sp.global_view.user_functions.scripted_functions import scripted_functions_in_python
 from lightning_sp.layout import pad, shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
 from lightning_sp.rewrite.whole_attention import WholeAttention
-from tests.global_view.function_cases import of_users
-from tests.global_view.rule_cases import CASES
+from tests.global_view.cases.function_cases import of_users
+from tests.global_view.cases.rule_cases import CASES
 from tests.global_view.whole import E, V, Whole
 
 

@@ -10,9 +10,9 @@ from torch import nn
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import compilation
 from tests.global_view import compiled_ranks as ranks
-from tests.global_view.rule_cases import CASES
+from tests.global_view.cases.rule_cases import CASES
+from tests.global_view.cases.user_cases import USER_CASES
 from tests.global_view.training_ranks import one_process
-from tests.global_view.user_cases import USER_CASES
 
 LENGTH = 29  # padded to 30 or 32
 # Sums, torch's attention, masks, writes, whole lines; with more, one of each kind: number by number, a table by position, products,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.global_view import module_ranks as ranks
-from tests.global_view.library_blocks import BLOCKS, LIBRARIES, is_there
+from tests.global_view.models.library_blocks import BLOCKS, LIBRARIES, is_there
 
 OWN = sorted(ranks.MODULES.keys() - BLOCKS.keys())
 LAYOUTS = [(1, 2, 13), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 1, 16), (2, 2, 13)))]

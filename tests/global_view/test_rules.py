@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.global_view import rule_ranks as ranks
-from tests.global_view.rule_cases import CASES
-from tests.global_view.user_cases import USER_CASES
+from tests.global_view.cases.rule_cases import CASES
+from tests.global_view.cases.user_cases import USER_CASES
 
 NAMES = sorted(CASES)
 # Ulysses, ring, tokens; 13 are padded.

@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from tests.global_view import training_ranks as ranks
-from tests.global_view.layers import LAYERS
-from tests.global_view.modules import LOSSES
+from tests.global_view.models.layers import LAYERS
+from tests.global_view.models.modules import LOSSES
 
 LENGTH = 29  # padded to 30 or 32
 # Of the losses, what each layout tries in the default run.

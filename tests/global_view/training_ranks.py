@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
-from tests.global_view.modules import Module, module_of, rows
+from tests.global_view.models.modules import Module, module_of, rows
 
 STEPS = 2
 

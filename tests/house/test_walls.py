@@ -69,7 +69,28 @@ PLANTED = {
         "checkpoint/contents/state.py",
         "from lightning_sp.checkpoint.contents import frozen",
     ),
-    "Inside step": ("step/isolation.py", "from lightning_sp.step import runner"),
+    "Inside step": ("step/isolation/snapshot.py", "from lightning_sp.step import runner"),
+    "Inside step.isolation": ("step/isolation/traces.py", "from lightning_sp.step.isolation import snapshot"),
+    "Inside step.users_numbers": (
+        "step/users_numbers/counters.py",
+        "from lightning_sp.step.users_numbers import schedules",
+    ),
+    "Inside preflight.batches": (
+        "preflight/batches/earlier_step.py",
+        "from lightning_sp.preflight.batches import batches_to_try",
+    ),
+    "Inside preflight.lengths": (
+        "preflight/lengths/by_shapes.py",
+        "from lightning_sp.preflight.lengths import untried_length",
+    ),
+    "Inside global_view.tensors": (
+        "global_view/tensors/placement.py",
+        "from lightning_sp.global_view.tensors import sequence_tensor",
+    ),
+    "Inside global_view.calls": (
+        "global_view/calls/call.py",
+        "from lightning_sp.global_view.calls import taken_tokens",
+    ),
     "Inside trainer": ("trainer/loops.py", "from lightning_sp.trainer import sharded_model"),
     "Inside trainer.optimizers": (
         "trainer/optimizers/weight_averaging.py",
@@ -170,7 +191,7 @@ PLANTED = {
         "global_view/compiled/saved.py",
         "from lightning_sp.global_view.compiled import local_graph",
     ),
-    "Inside global_view": ("global_view/placement.py", "from lightning_sp.global_view import table"),
+    "Inside global_view": ("global_view/tensors/placement.py", "from lightning_sp.global_view import table"),
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
     "Inside comm.hangs": ("comm/hangs/report.py", "from lightning_sp.comm.hangs import watch"),

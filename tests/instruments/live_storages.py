@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.tensors.deferred import DeferredTensor
 
 
 class LiveStorages(TorchDispatchMode):

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_sp.trainer.shown_progress import Moment, later_moments, shown_progress
-from tests.step import schedules_ranks as ranks
+from tests.step.users_numbers import schedules_ranks as ranks
 
 
 def run(**options: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_sp.global_view.compiled.fallback import running_what_fails
 from lightning_sp.global_view.compiled.local_graph import Backend, LocalGraph
 from lightning_sp.global_view.compiled.users_functions import leave_users_functions
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
 
 # Between two graphs rules run as they are: neither they nor what they call is compiled as a frame of its own.
 set_code_exec_strategy(

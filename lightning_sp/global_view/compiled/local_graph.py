@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from lightning_sp.global_view.calls.taken_tokens import VIEWS, TakenTokens
 from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
 from lightning_sp.global_view.compiled.saved import recomputed
 from lightning_sp.global_view.compiled.written_nodes import written_nodes
 from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numbers
-from lightning_sp.global_view.placement import Placement, Storage
 from lightning_sp.global_view.rules.attention.written_attention import Scores
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
-from lightning_sp.global_view.taken_tokens import VIEWS, TakenTokens
-from lightning_sp.global_view.traced import without_step
+from lightning_sp.global_view.tensors.placement import Placement, Storage
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
+from lightning_sp.global_view.tensors.traced import without_step
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 from torch.utils._pytree import tree_leaves
 
-from lightning_sp.global_view.call import writes_by_name
+from lightning_sp.global_view.calls.call import writes_by_name
 
 # What Dynamo's graphs have for `x[i] = y` and `x += y`.
 _OF_OPERATOR = {

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.global_view.deferred import made
 from lightning_sp.global_view.exchange.movement import as_tokens
-from lightning_sp.global_view.placement import Placement
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.deferred import made
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 class _Exchange(torch.autograd.Function):

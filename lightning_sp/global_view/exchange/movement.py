@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.global_view.deferred import DeferredTensor, by_source, made
-from lightning_sp.global_view.placement import Storage
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.deferred import DeferredTensor, by_source, made
+from lightning_sp.global_view.tensors.placement import Storage
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 _AS_INTEGERS = {
     torch.float64: torch.int64,

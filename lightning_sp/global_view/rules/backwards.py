@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import Rule, named
+from lightning_sp.global_view.calls.call import Rule, named
 from lightning_sp.global_view.rules.composed import written_out
 from lightning_sp.global_view.rules.pointwise import pointwise
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from lightning_sp.global_view.call import NO_RULE
+from lightning_sp.global_view.calls.call import NO_RULE
 from lightning_sp.global_view.exchange.movement import moved
-from lightning_sp.global_view.placement import Placement, Storage
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement, Storage
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def in_blocks(x: SequenceTensor, shape: Sequence[int]) -> Any:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence, named
 from lightning_sp.global_view.exchange.movement import as_tokens
 from lightning_sp.global_view.rules.losses import reduced_by
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def written_out(function: Callable[..., Any]) -> Rule:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Generator
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, placed
-from lightning_sp.global_view.placement import Placement, part_of
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence, placed
+from lightning_sp.global_view.tensors.placement import Placement, part_of
 
 
 def drawn(call: Call, placement: Placement, on_own: Callable[[], Any]) -> Any:

@@ -10,11 +10,11 @@ import torch.nn._reduction as legacy
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, named
 from lightning_sp.global_view.exchange.movement import brought
-from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.pointwise import aligned
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.labels import IGNORE_INDEX
 
 

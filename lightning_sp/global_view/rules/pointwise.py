@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.global_view.call import (
+from lightning_sp.global_view.calls.call import (
     MOST_NUMBERS,
     NO_RULE,
     Call,
@@ -26,9 +26,9 @@ from lightning_sp.global_view.call import (
 )
 from lightning_sp.global_view.exchange.lines import along_dim
 from lightning_sp.global_view.exchange.movement import as_tokens, brought
-from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.rules.draws import drawn
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement, broadcast, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 NAMES = """
     abs absolute neg negative positive sign sgn exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal sin cos tan asin acos atan

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import (
+from lightning_sp.global_view.calls.call import (
     MOST_NUMBERS,
     NO_RULE,
     Call,
@@ -21,11 +21,11 @@ from lightning_sp.global_view.call import (
     writes,
 )
 from lightning_sp.global_view.exchange.movement import as_tokens, brought
-from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.rules.attention.scores import scores_of, times_values
 from lightning_sp.global_view.rules.attention.written_attention import Scores, refusal
 from lightning_sp.global_view.rules.pointwise import aligned
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def linear(call: Call) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence, named
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.users_line import users_line
 
 SHOWN = """

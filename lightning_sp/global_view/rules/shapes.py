@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.copied_views import CopiedView, memory_of
-from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.exchange.lines import along_dim
 from lightning_sp.global_view.exchange.movement import as_tokens, brought, counted_through
-from lightning_sp.global_view.placement import Placement, broadcast, part_of
 from lightning_sp.global_view.rules import blocks
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.copied_views import CopiedView, memory_of
+from lightning_sp.global_view.tensors.deferred import DeferredTensor
+from lightning_sp.global_view.tensors.placement import Placement, broadcast, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 # Numbers of a row that are moved each by itself: ranks make a plan of so many places.
 MOST_IN_A_ROW = 2**24

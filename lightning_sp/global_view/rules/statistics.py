@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence
 from lightning_sp.global_view.rules.composed import written_out
 
 

@@ -28,12 +28,12 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_sp.context.streams import streams
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import NO_RULE, Call, is_sequence, placed, whole_is_small
-from lightning_sp.global_view.placement import Placement
+from lightning_sp.global_view.calls.call import NO_RULE, Call, is_sequence, placed, whole_is_small
 from lightning_sp.global_view.rules.pointwise import RANDOM, RULES, aligned, like_another, pointwise, to
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.table import name_of, scores_made
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.user_functions.functions_by_rules import Refusal, by_rules
 from lightning_sp.global_view.user_functions.functions_of_tokens import are_tokens_alone
 from lightning_sp.users_line import users_line

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.users_line import users_line
 
 _NAMES = (

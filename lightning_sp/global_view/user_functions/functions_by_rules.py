@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 from lightning_sp import comm
 from lightning_sp.context.streams import streams
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.call import whole_is_small
-from lightning_sp.global_view.deferred import made
+from lightning_sp.global_view.calls.call import whole_is_small
+from lightning_sp.global_view.calls.taken_tokens import TakenTokens, plain
 from lightning_sp.global_view.exchange.lines import along_dim
 from lightning_sp.global_view.exchange.movement import brought
-from lightning_sp.global_view.placement import Placement, Storage, part_of
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.table import scores_made
-from lightning_sp.global_view.taken_tokens import TakenTokens, plain
+from lightning_sp.global_view.tensors.deferred import made
+from lightning_sp.global_view.tensors.placement import Placement, Storage, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.user_functions.functions_of_tokens import LARGE, SMALL, are_same
 
 Refusal = Callable[[str], SequenceParallelError]

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.context.own_gradients import gradients_of
-from lightning_sp.global_view.call import Call, mapped
-from lightning_sp.global_view.placement import Placement
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.calls.call import Call, mapped
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 # Powers of two: what is linear gives the same bits.
 LARGE, SMALL = 2.0**10, 2.0**-10

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 
 _SCRIPTED: Any = torch._C.ScriptFunction
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
 from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.weights.autocast import AutocastWeight

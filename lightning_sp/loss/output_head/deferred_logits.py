@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.context.own_gradients import gradients_of
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.tensors.deferred import DeferredTensor
 from lightning_sp.loss.output_head.chunked_head import CrossEntropyOfTokens
 from lightning_sp.loss.output_head.head_call import HeadCall, LaterHeadCall, LogitsReadError, UnreadCall
 from lightning_sp.loss.output_head.logits_functions import AGGREGATES, QUERIES, RECORDED, VIEWS, Cast, Recorded

@@ -34,7 +34,7 @@ from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.read_numbers import Line, ReadNumbers, numbers_of_parts, numbers_read
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
-from lightning_sp.step.isolation import isolated
+from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
 from lightning_sp.step.runner import StepRunner
 

@@ -14,16 +14,11 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_sp import comm
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
-from lightning_sp.step.isolation import (
-    MAX_BYTES,
-    MAX_VISITED,
-    OF_THE_FRAMEWORK,
-    is_file_of_user,
-    is_object_of_user,
-)
-from lightning_sp.step.traces import kept_outside
+from lightning_sp.step.isolation.snapshot import MAX_BYTES, MAX_VISITED
+from lightning_sp.step.isolation.traces import kept_outside
+from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_object_of_user
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
 
@@ -196,7 +191,7 @@ def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
     tensors that a trial puts back."""
     trainer = getattr(module, "_trainer", None)
     owners = [*module.modules(), *([] if trainer is None else of_user(trainer))]
-    for name, value, _ in kept_outside(owners, is_file_of_user):
+    for name, value, _ in kept_outside(owners):
         is_small = isinstance(value, Tensor) and value.nbytes <= MAX_BYTES and not isinstance(value, nn.Parameter)
         if is_small or isinstance(value, (int, float, list, tuple, deque, dict)):
             yield name, value

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_sp.global_view.call import is_sequence
+from lightning_sp.global_view.calls.call import is_sequence
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.users_lines import multiplies_by_zero
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.context.streams import streams_from
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.rewrite.hugging_face.models import hugging_face_models
 from lightning_sp.rewrite.hugging_face.whole_sequence import whole_tokens
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sp.batch_structure import entries_of, with_entries
 from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 # What sharding adds to a batch.
 _ADDED = ("position_ids", "shift_labels")

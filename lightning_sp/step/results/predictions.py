@@ -15,7 +15,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.sharding import unshard
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.mesh import SequenceMesh
 
 # Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.

@@ -19,7 +19,7 @@ from lightning_sp.step.agreement.rank_buffers import RankBuffers
 from lightning_sp.step.agreement.replicas import ReplicaWatch
 from lightning_sp.step.resume.data_cursor import DataCursor
 from lightning_sp.step.resume.random_streams import RandomStreams
-from lightning_sp.step.schedules import Schedules
+from lightning_sp.step.users_numbers.schedules import Schedules
 from lightning_sp.trainer.hooks.batch_hooks import acts_before_updates
 
 # Of what the strategy adds to Lightning's checkpoint.

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_sp.global_view.sequence_tensor import whole_of
+from lightning_sp.global_view.tensors.sequence_tensor import whole_of
 
 # Longer lists and dicts of a module are no places of metrics.
 _MOST_IN_A_LIST = 100

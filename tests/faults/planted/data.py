@@ -12,7 +12,7 @@ DATA = (
         "data/loaders/fillers.py",
         "        setattr(self.stood_for, name, value)\n",
         "        vars(self)[name] = value\n",
-        "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices[grown]",
+        "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a_run_is_one_devices[grown]",
     ),
     fault(
         "samples of other signs or in another order on a sequence's ranks, taken for the same",

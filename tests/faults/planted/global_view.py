@@ -17,7 +17,7 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 GLOBAL_VIEW = (
     fault(
         "numpy's axis that no rule looks for",
-        "global_view/keyword_arguments.py",
+        "global_view/calls/keyword_arguments.py",
         "(NUMPY_NAMES.get(name, name) if name not in names else name)",
         "name",
         f"{RULES}[1-2-16]",
@@ -157,21 +157,21 @@ GLOBAL_VIEW = (
     ),
     fault(
         "a slice that does not see what was written to its sequence",
-        "global_view/copied_views.py",
+        "global_view/tensors/copied_views.py",
         "        if now is local and version_of(now) == version:\n",
         "        if now is local:\n",
         f"{RULES}[1-2-16]",
     ),
     fault(
         "a write to a token that stays in its copy",
-        "global_view/taken_tokens.py",
+        "global_view/calls/taken_tokens.py",
         "            each.of.write()\n",
         "            pass\n",
         f"{RULES}[1-2-16]",
     ),
     fault(
         "a hook of a token, FSDP2's too, of which the token knows nothing",
-        "global_view/taken_tokens.py",
+        "global_view/calls/taken_tokens.py",
         "        if _is_of_autograd(func, name):\n",
         "        if False:\n",
         f"{RULES}[1-2-16]",
@@ -375,7 +375,7 @@ GLOBAL_VIEW = (
     ),
     fault(
         "a whole tensor cut as if shards were contiguous",
-        "global_view/placement.py",
+        "global_view/tensors/placement.py",
         "index = storage.positions(whole.device).clamp(max=placement.length - 1)",
         "index = (storage.rank * storage.local_tokens + torch.arange(storage.local_tokens)).clamp(max=placement.length - 1)",
         f"{RULES}[1-2-16]",

@@ -5,15 +5,15 @@ from __future__ import annotations
 from tests.faults.fault import fault
 
 PREFLIGHT_TEST = "tests/preflight/test_preflight.py"
-HIDDEN_TEST = "tests/preflight/test_hidden_terms.py"
+HIDDEN_TEST = "tests/preflight/recording/test_hidden_terms.py"
 STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 
-NEW = "tests/preflight/test_new_operations.py"
-UNTRIED = "tests/preflight/test_untried_length.py"
+NEW = "tests/preflight/batches/test_new_operations.py"
+UNTRIED = "tests/preflight/lengths/test_untried_length.py"
 LONE_ERRORS = "tests/preflight/test_lone_errors.py::test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view"
-READ = "tests/preflight/test_read_numbers.py::test_a_step_that_decides_by_a_number_of_its_batch"
+READ = "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_by_a_number_of_its_batch"
 EXCHANGED = "tests/preflight/differences/test_random_steps.py::test_rows_that_a_first_draw_leaves_in_their_order_are_exchanged_by_others"
-COUNTED = "tests/step/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
+COUNTED = "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
 PREFLIGHT = (
     fault(
@@ -25,10 +25,10 @@ PREFLIGHT = (
     ),
     fault(
         "a generator of torch's whose draws are looked for in the text of its state, which is cut short",
-        "step/random_generators.py",
+        "step/isolation/random_generators.py",
         "            return not torch.equal(now, self._before)\n",
         "            return str(now) != str(self._before)\n",
-        "tests/step/test_random_generators.py::test_each_kind_is_told_put_back_and_seeded[torch]",
+        "tests/step/isolation/test_random_generators.py::test_each_kind_is_told_put_back_and_seeded[torch]",
     ),
     fault(
         "a step that draws, taken for one that is not random by one more seed",
@@ -42,35 +42,35 @@ PREFLIGHT = (
         "preflight/recording/read_numbers.py",
         "        is_of_rows = line.is_installed and of_all[call[:3]] > own[call[:3]]\n",
         "        is_of_rows = False\n",
-        "tests/preflight/test_read_numbers.py::test_a_librarys_loop_over_rows_decides_each_row_by_itself",
+        "tests/preflight/recording/test_read_numbers.py::test_a_librarys_loop_over_rows_decides_each_row_by_itself",
     ),
     fault(
         "a branch on a length that no crop reaches, not looked for",
-        "preflight/untried_length.py",
+        "preflight/lengths/untried_length.py",
         "        if longest > most and placeholders(plain_entries(batch), options) is None:\n",
         "        if False:\n",
         f"{UNTRIED}::test_without_a_global_view_it_is_refused_with_the_line",
     ),
     fault(
         "what a step does at shorter lengths alone, not looked for",
-        "preflight/untried_length.py",
+        "preflight/lengths/untried_length.py",
         "    _judge([*(whole.keys() - anywhere), *(everywhere - whole.keys()), ",
         "    _judge([*(whole.keys() - anywhere), ",
         f"{UNTRIED}::test_a_step_that_branches_beyond_the_crops_goes_on_in_the_global_view[ring-below]",
     ),
     fault(
         "a collective in a run by shapes, which no other rank runs",
-        "preflight/by_shapes.py",
+        "preflight/lengths/by_shapes.py",
         '        if "c10d" in func.namespace:\n',
         "        if False:\n",
         f"{UNTRIED}::test_a_run_that_fails_communicates_or_waits_is_said_to_be_unknown",
     ),
     fault(
         "modules that a trial has exchanged and that stay exchanged",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         "        undo.append(partial(_restore_children, module, dict(module._modules)))\n",
         "",
-        "tests/step/test_isolation.py::test_modules_that_a_step_exchanges_are_put_back",
+        "tests/step/isolation/test_isolation.py::test_modules_that_a_step_exchanges_are_put_back",
     ),
     fault(
         "tuples that are refused before a first fit",
@@ -84,7 +84,7 @@ PREFLIGHT = (
         "preflight/tried_steps.py",
         "        if not has_targets:\n",
         "        if False:\n",
-        "tests/preflight/test_late_targets.py::test_the_batch_after_one_without_targets_is_tried_before_its_step",
+        "tests/preflight/batches/test_late_targets.py::test_the_batch_after_one_without_targets_is_tried_before_its_step",
     ),
     fault(
         "a learned array that is taken for the sequence's tokens",
@@ -266,14 +266,14 @@ PREFLIGHT = (
         "preflight/tried_steps.py",
         "        self._offer_changed(batch, self._info.is_changed and trainer.training)\n",
         "        self._offer_changed(batch, False)\n",
-        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[epoch-4]",
+        "tests/step/users_numbers/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[epoch-4]",
     ),
     fault(
         "a module whose class FSDP2 has changed, whose numbers are not looked at",
-        "step/counters.py",
+        "step/users_numbers/counters.py",
         "if any(map(is_class_of_user, type(each).__mro__))]",
         "if is_class_of_user(type(each))]",
-        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[callback-6]",
+        "tests/step/users_numbers/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[callback-6]",
     ),
     fault(
         "a term that never counts, compared as if it did",
@@ -305,7 +305,7 @@ PREFLIGHT = (
     ),
     fault(
         "a first step tried alone",
-        "preflight/batches_to_try.py",
+        "preflight/batches/batches_to_try.py",
         "AGAIN = (3, 10, 100, 1_000, 10_000)",
         "AGAIN = ()",
         f"{PREFLIGHT_TEST}::test_it_runs_again_after_some_steps",
@@ -315,21 +315,21 @@ PREFLIGHT = (
         "step/runner.py",
         "        return self._loss_check.last_has_new_operations()\n",
         "        return False\n",
-        "tests/preflight/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[sums]",
+        "tests/preflight/batches/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[sums]",
     ),
     fault(
         "another batch tried than the one whose step was new",
-        "preflight/batches_to_try.py",
+        "preflight/batches/batches_to_try.py",
         "        return (offered, None) if kept is None else (kept, when)\n",
         "        return offered, when\n",
-        "tests/preflight/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[long]",
+        "tests/preflight/batches/test_new_operations.py::test_before_the_step_behind_one_of_new_operations_its_batch_is_tried[long]",
     ),
     fault(
         "a number of a later validation that is each rank's own",
         "trainer/logged_numbers/agreed_numbers.py",
         "found.items() if name in monitored or name not in self._named}",
         "found.items() if name in monitored}",
-        "tests/preflight/test_new_operations.py::test_a_number_that_becomes_a_ranks_own_in_a_later_validation_is_named_once",
+        "tests/preflight/batches/test_new_operations.py::test_a_number_that_becomes_a_ranks_own_in_a_later_validation_is_named_once",
     ),
     fault(
         "a manual step of which the last gradients alone are compared",
@@ -340,7 +340,7 @@ PREFLIGHT = (
     ),
     fault(
         "weights that a trial has moved",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         "    _shard(parameter).data.copy_(before)\n",
         "    pass\n",
         f"{PREFLIGHT_TEST}::test_no_trace[1]",
@@ -424,38 +424,38 @@ PREFLIGHT = (
     ),
     fault(
         "a step's own count, shown as it is now",
-        "step/counters.py",
+        "step/users_numbers/counters.py",
         "in zip(counters, later, strict=True):\n            _show(counter, value)\n",
         "in zip(counters, later, strict=True):\n            pass\n",
-        "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[steps-0-steps=7]",
+        "tests/step/users_numbers/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[steps-0-steps=7]",
     ),
     fault(
         "an embedding that a trial of a later step has frozen",
-        "step/traces.py",
+        "step/isolation/traces.py",
         "[partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]",
         "[]",
         f"{COUNTED}[frozen]",
     ),
     fault(
         "a run that a trial of a later step has ended",
-        "step/traces.py",
+        "step/isolation/traces.py",
         "    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))\n",
         "",
         f"{COUNTED}[stopped]",
     ),
     fault(
         "a learning rate that a trial of a later step has lowered",
-        "step/traces.py",
+        "step/isolation/traces.py",
         "    mutable: list[Any] = [each.param_groups for each in trainer.optimizers]\n",
         "    mutable: list[Any] = []\n",
         f"{COUNTED}[rate]",
     ),
     fault(
         "a count in a global, a class or a closure, that trials move on",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         "        undo.append(put)\n",
         "",
-        "tests/step/test_isolation.py::test_what_a_step_keeps_outside_of_its_module_is_put_back",
+        "tests/step/isolation/test_isolation.py::test_what_a_step_keeps_outside_of_its_module_is_put_back",
     ),
     fault(
         "a batch's index, shown as it is now",
@@ -466,14 +466,14 @@ PREFLIGHT = (
     ),
     fault(
         "a count in a dict, which is not looked into",
-        "step/counters.py",
+        "step/users_numbers/counters.py",
         "[*kinds, *(value for each in owners for value in _values(each))]",
         "[*kinds]",
         f"{COUNTED}[entry]",
     ),
     fault(
         "a count in the user's file, which is not looked into",
-        "step/counters.py",
+        "step/users_numbers/counters.py",
         " if kind not in kinds] + files\n",
         " if kind not in kinds]\n",
         f"{COUNTED}[file]",
@@ -483,56 +483,56 @@ PREFLIGHT = (
         "preflight/tried_steps.py",
         "        phase_is_set = self._offer_after_hooks(handed, schedules)\n",
         "        phase_is_set = False\n",
-        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[hook-5]",
+        "tests/step/users_numbers/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[hook-5]",
     ),
     fault(
         "a cause that is looked for before the global view is tried",
         "preflight/run.py",
         "    find = list if trial.may_retry else partial(",
         "    find = partial(",
-        "tests/preflight/test_new_operations.py::test_what_is_carried_after_all_says_that_steps_before_were_not",
+        "tests/preflight/batches/test_new_operations.py::test_what_is_carried_after_all_says_that_steps_before_were_not",
     ),
     fault(
         "a refusal that gives no cause, for the global view was tried behind it",
         "preflight/carried_steps.py",
         "            refusal = explained(refusal, run)\n",
         "",
-        "tests/preflight/test_new_operations.py::test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too",
+        "tests/preflight/batches/test_new_operations.py::test_the_cause_is_looked_for_once_the_global_view_refuses_a_step_too",
     ),
     fault(
         "a count of a hook's, which no trial hears of",
-        "step/schedules.py",
+        "step/users_numbers/schedules.py",
         "        self._told.update(found)\n",
         "        found.clear()\n",
-        "tests/step/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[batches-3-batches=7]",
+        "tests/step/users_numbers/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[batches-3-batches=7]",
     ),
     fault(
         "a batch that is longer than all before, which no trial hears of",
         "data/batch/collective_shard.py",
         " or (info is not None and is_new(info))",
         "",
-        "tests/preflight/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[steps]",
+        "tests/preflight/lengths/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[steps]",
     ),
     fault(
         "a batch that is cut at other places than those before, which no trial hears of",
-        "preflight/batches_to_try.py",
+        "preflight/batches/batches_to_try.py",
         " or self.is_cut_elsewhere(info)",
         "",
-        "tests/preflight/test_other_cuts.py::test_a_step_that_groups_neighbours_is_tried_before_a_batch_that_is_cut_elsewhere[ring-pairs]",
+        "tests/preflight/batches/test_other_cuts.py::test_a_step_that_groups_neighbours_is_tried_before_a_batch_that_is_cut_elsewhere[ring-pairs]",
     ),
     fault(
         "what a step keeps in its closure, which no trial compares",
         "preflight/recording/attributes.py",
         "    yield from _outside(module)\n",
         "",
-        "tests/preflight/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view[closure]",
+        "tests/preflight/recording/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view[closure]",
     ),
     fault(
         "a longer micro-batch, in place of which the next step's is tried",
-        "preflight/batches_to_try.py",
+        "preflight/batches/batches_to_try.py",
         "self._records + 1, batch",
         "self._records + 1, None",
-        "tests/preflight/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[micro-batches]",
+        "tests/preflight/lengths/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[micro-batches]",
     ),
     fault(
         "an index beyond a part, at which one rank ends alone",
@@ -585,35 +585,35 @@ PREFLIGHT = (
     ),
     fault(
         "a batch norm that trains from a step on, untried until the next trial",
-        "step/schedules.py",
+        "step/users_numbers/schedules.py",
         "tuple(map(_mode, trainer.lightning_module.modules()))",
         "()",
-        "tests/step/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[module-5]",
+        "tests/step/users_numbers/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[module-5]",
     ),
     fault(
         "a batch of other entries, untried",
-        "step/schedules.py",
+        "step/users_numbers/schedules.py",
         "(*self._read(trainer), (_BATCH, _structure(batch)))",
         "self._read(trainer)",
-        "tests/preflight/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
+        "tests/preflight/batches/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
     ),
     fault(
         "losses of ranks that differ in a later trial, and agree in their mean",
         "preflight/run.py",
         "    _check_alike(trial, whole, sharded)\n",
         "",
-        "tests/preflight/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
+        "tests/preflight/batches/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
     ),
     fault(
         "a step of every fifth tried as the one behind it",
-        "preflight/earlier_step.py",
+        "preflight/batches/earlier_step.py",
         "    with shown_progress(module, then.moment), schedules.as_before_last_step():\n",
         "    with schedules.as_before_last_step():\n",
         f"{NEW}::test_a_step_is_tried_as_it_was_though_the_next_one_would_not_do_so[read-6]",
     ),
     fault(
         "a step that the last loss decides about, tried by the next one's",
-        "preflight/earlier_step.py",
+        "preflight/batches/earlier_step.py",
         "    with shown_progress(module, then.moment), schedules.as_before_last_step():\n",
         "    with shown_progress(module, then.moment):\n",
         f"{NEW}::test_a_step_is_tried_as_it_was_though_the_next_one_would_not_do_so[last loss-5]",
@@ -627,7 +627,7 @@ PREFLIGHT = (
     ),
     fault(
         "a scale chosen by a length beyond the crops",
-        "preflight/untried_length.py",
+        "preflight/lengths/untried_length.py",
         " and whole[each] != shorter[0][each]\n",
         " and False\n",
         f"{UNTRIED}::test_a_step_whose_numbers_are_chosen_by_a_length_beyond_the_crops_goes_on_in_the_global_view",
@@ -756,7 +756,7 @@ PREFLIGHT = (
         "preflight/differences/read_numbers.py",
         "    over_groups = groups > 1 and ",
         "    over_groups = groups > 9 and ",
-        "tests/preflight/test_read_numbers.py::test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups[auto]",
+        "tests/preflight/recording/test_read_numbers.py::test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups[auto]",
     ),
     fault(
         "a plain tensor that is written to in a hook, in torch's words",
@@ -784,7 +784,7 @@ PREFLIGHT = (
         "preflight/evaluation/evaluation_runs.py",
         "        search_lines(lines, effect, refusal)\n",
         "        pass\n",
-        "tests/preflight/test_read_numbers.py::test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences[count]",
+        "tests/preflight/recording/test_read_numbers.py::test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences[count]",
     ),
     fault(
         "a hook of a tensor that nobody is told of",

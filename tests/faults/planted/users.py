@@ -293,7 +293,7 @@ USERS = (
     ),
     fault(
         "hooks of a trial that stay, beside those that training registers",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         "            undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))\n",
         "            pass\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[hidden_states]",
@@ -398,17 +398,17 @@ USERS = (
     ),
     fault(
         "a dict put back by methods of its class, which a frozen configuration refuses",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         "            kind.__setitem__(value, key, each)\n",
         "            value.update({key: each})\n",
-        "tests/step/test_isolation.py::test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs",
+        "tests/step/isolation/test_isolation.py::test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs",
     ),
     fault(
         "attributes of a function in C that are written, which it refuses",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         'if "__slots__" in vars(each) and is_class_of_user(each)]',
         "if is_class_of_user(each)]",
-        "tests/step/test_isolation.py::test_a_function_in_c_that_a_module_holds_is_left_alone",
+        "tests/step/isolation/test_isolation.py::test_a_function_in_c_that_a_module_holds_is_left_alone",
     ),
     fault(
         "made-up weights left in a module that stands in two places",
@@ -419,10 +419,10 @@ USERS = (
     ),
     fault(
         "a trial that stays in the user's own objects",
-        "step/isolation.py",
+        "step/isolation/snapshot.py",
         "        is_object = is_object_of_user(value)\n",
         "        is_object = False\n",
-        "tests/step/test_isolation.py::test_the_users_own_objects_are_put_back",
+        "tests/step/isolation/test_isolation.py::test_the_users_own_objects_are_put_back",
     ),
     fault(
         "an output in an object that FSDP does not see",
@@ -672,14 +672,14 @@ USERS = (
     ),
     fault(
         "a sound that stays cut, for its transcript was whole",
-        "preflight/larger_crops.py",
+        "preflight/lengths/larger_crops.py",
         "any(more > few for more, few in lengths)",
         "longer[0].tokens > crop.tokens",
-        "tests/preflight/test_larger_crops.py::test_a_sound_is_whole_though_its_transcript_was_whole_before",
+        "tests/preflight/lengths/test_larger_crops.py::test_a_sound_is_whole_though_its_transcript_was_whole_before",
     ),
     fault(
         "a step that says nothing on two rows, and is tried on no more",
-        "preflight/larger_crops.py",
+        "preflight/lengths/larger_crops.py",
         "        if failed is None and (found is None or found.says_something):",
         "        if failed is None:",
         INNER,

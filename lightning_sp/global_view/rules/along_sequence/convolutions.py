@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.exchange.movement import moved
-from lightning_sp.global_view.placement import part_of
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 _NAMES = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 _NAMES_TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
-from lightning_sp.global_view.placement import part_of
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, placed
 from lightning_sp.global_view.rules.along_sequence.reductions import mean
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def _is_split(x: Any) -> bool:

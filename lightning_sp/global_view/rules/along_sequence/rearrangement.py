@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
-from lightning_sp.global_view.copied_views import CopiedView
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.calls.taken_tokens import taken
 from lightning_sp.global_view.exchange.movement import as_tokens, brought, moved
 from lightning_sp.global_view.rules.indexing.taking import take_range
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
-from lightning_sp.global_view.taken_tokens import taken
+from lightning_sp.global_view.tensors.copied_views import CopiedView
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def flip(call: Call) -> Any:

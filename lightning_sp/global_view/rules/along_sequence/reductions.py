@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, dims_of, is_sequence, named, placed
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, dims_of, is_sequence, named, placed
 from lightning_sp.global_view.exchange.movement import as_tokens
 from lightning_sp.global_view.exchange.order_statistics import of_all
 from lightning_sp.global_view.rules.indexing.taking import summed
 from lightning_sp.global_view.rules.pointwise import pointwise
 from lightning_sp.global_view.rules.shapes import MOST_IN_A_ROW
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 # x, its dims, whether they stay -> the result, whole
 Reduce = Callable[[SequenceTensor, list[int], bool, Call], Any]

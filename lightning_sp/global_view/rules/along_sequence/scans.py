@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence, named
 from lightning_sp.global_view.exchange.movement import as_tokens, in_order
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def running_sum(call: Call) -> Any:

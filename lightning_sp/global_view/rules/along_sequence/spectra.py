@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence, named, placed
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence, named, placed
 from lightning_sp.global_view.exchange.lines import along
 
 _OF_ONE_DIM: dict[str, Callable[..., Any]] = {

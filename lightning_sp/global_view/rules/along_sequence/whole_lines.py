@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import (
+from lightning_sp.global_view.calls.call import (
     NO_RULE,
     Call,
     Rule,
@@ -25,11 +25,11 @@ from lightning_sp.global_view.call import (
     whole_is_small,
     writes,
 )
-from lightning_sp.global_view.copied_views import CopiedView
 from lightning_sp.global_view.exchange.lines import Lines, along, back, lines_of, of_lines
 from lightning_sp.global_view.exchange.movement import brought
-from lightning_sp.global_view.placement import part_of
-from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.global_view.tensors.copied_views import CopiedView
+from lightning_sp.global_view.tensors.placement import part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 
 
 def _is_along(call: Call, position: int) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, named
 from lightning_sp.global_view.exchange.lines import Lines, lines_of
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def of_whole_matrices(call: Call) -> Any:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.copied_views import version_of
-from lightning_sp.global_view.placement import Placement, gathered, part_of
 from lightning_sp.global_view.rules.attention.written_attention import Attention, Scores
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.copied_views import version_of
+from lightning_sp.global_view.tensors.placement import Placement, gathered, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.users_line import users_line
 
 

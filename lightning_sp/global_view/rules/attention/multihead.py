@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_sequence
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_sequence
 from lightning_sp.global_view.rules.attention.written_attention import Scores
-from lightning_sp.global_view.sequence_tensor import whole_of
+from lightning_sp.global_view.tensors.sequence_tensor import whole_of
 
 _NOT_CARRIED = ("bias_k", "bias_v", "static_k", "static_v")
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import MOST_NUMBERS, NO_RULE, Call, Rule, is_sequence, named
+from lightning_sp.global_view.calls.call import MOST_NUMBERS, NO_RULE, Call, Rule, is_sequence, named
 from lightning_sp.global_view.exchange.movement import as_tokens, in_order
-from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.rules.pointwise import aligned
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import broadcast
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 class _Given(NamedTuple):

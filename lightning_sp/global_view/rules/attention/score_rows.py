@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, named
 from lightning_sp.global_view.rules.attention.written_attention import Scores, ScoresMetadata, refusal
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
-from lightning_sp.global_view.sequence_tensor import GlobalTensor
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 
 
 class Maxima(GlobalTensor):

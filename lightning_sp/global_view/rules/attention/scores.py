@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.exchange.movement import brought, in_order
-from lightning_sp.global_view.placement import broadcast, part_of
 from lightning_sp.global_view.rules.attention.written_attention import (
     HIDDEN_BELOW,
     STILL_HIDDEN_BELOW,
@@ -30,7 +29,8 @@ from lightning_sp.global_view.rules.attention.written_attention import (
     masks_of,
     refusal,
 )
-from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.global_view.tensors.placement import broadcast, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 
 
 def scores_of(queries: SequenceTensor, keys: SequenceTensor) -> Any:

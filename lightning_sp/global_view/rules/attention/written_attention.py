@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.masks.bands import band_of
-from lightning_sp.global_view.placement import Placement
-from lightning_sp.global_view.sequence_tensor import GlobalTensor, SequenceTensor
-from lightning_sp.global_view.traced import Metadata, placed_again
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
+from lightning_sp.global_view.tensors.traced import Metadata, placed_again
 from lightning_sp.users_line import users_line
 
 # A number this low hides a key: -inf, a dtype's lowest, or the -1e4 of half precision.

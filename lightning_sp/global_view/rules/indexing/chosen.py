@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.exchange.movement import brought
-from lightning_sp.global_view.placement import Placement, Storage, part_of
-from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
+from lightning_sp.global_view.tensors.placement import Placement, Storage, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 
 
 def is_choice(x: SequenceTensor, index: Any) -> bool:

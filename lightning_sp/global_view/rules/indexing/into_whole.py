@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, writes
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, writes
 from lightning_sp.global_view.exchange.movement import brought
-from lightning_sp.global_view.placement import part_of
 from lightning_sp.global_view.rules.indexing.taking import summed
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def _aligned(index: Any, source: Any) -> tuple[SequenceTensor, SequenceTensor] | None:

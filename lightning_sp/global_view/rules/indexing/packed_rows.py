@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
 from lightning_sp.global_view.exchange.lines import lines_of
 from lightning_sp.global_view.exchange.movement import brought, in_order
-from lightning_sp.global_view.placement import Placement
 from lightning_sp.global_view.rules.indexing.chosen import choose
-from lightning_sp.global_view.sequence_tensor import SequenceTensor
+from lightning_sp.global_view.tensors.placement import Placement
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 
 
 def packed(call: Call) -> Any:

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from lightning_sp import comm
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
-from lightning_sp.global_view.copied_views import CopiedView, address_of
-from lightning_sp.global_view.deferred import by_source, made
+from lightning_sp.global_view.calls.call import NO_RULE, Call, Rule, is_plain, is_sequence, named
+from lightning_sp.global_view.calls.taken_tokens import taken
 from lightning_sp.global_view.exchange.movement import as_tokens, moved
-from lightning_sp.global_view.placement import broadcast
 from lightning_sp.global_view.rules.indexing.chosen import choose, is_choice
-from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
-from lightning_sp.global_view.taken_tokens import taken
+from lightning_sp.global_view.tensors.copied_views import CopiedView, address_of
+from lightning_sp.global_view.tensors.deferred import by_source, made
+from lightning_sp.global_view.tensors.placement import broadcast
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 
 
 def getitem(call: Call) -> Any:

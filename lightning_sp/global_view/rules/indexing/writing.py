@@ -13,16 +13,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.global_view.call import NO_RULE, Call, Rule, is_plain, is_sequence, named, whole_is_small, writes
-from lightning_sp.global_view.copied_views import address_of
-from lightning_sp.global_view.deferred import DeferredTensor
+from lightning_sp.global_view.calls.call import (
+    NO_RULE,
+    Call,
+    Rule,
+    is_plain,
+    is_sequence,
+    named,
+    whole_is_small,
+    writes,
+)
+from lightning_sp.global_view.calls.taken_tokens import TakenTokens, plain
 from lightning_sp.global_view.exchange.movement import as_tokens, brought, counted_through, moved
-from lightning_sp.global_view.placement import Placement, part_of
 from lightning_sp.global_view.rules.indexing.chosen import is_choice, put
 from lightning_sp.global_view.rules.indexing.taking import slots_of
 from lightning_sp.global_view.rules.pointwise import aligned
-from lightning_sp.global_view.sequence_tensor import SequenceTensor, whole_of
-from lightning_sp.global_view.taken_tokens import TakenTokens, plain
+from lightning_sp.global_view.tensors.copied_views import address_of
+from lightning_sp.global_view.tensors.deferred import DeferredTensor
+from lightning_sp.global_view.tensors.placement import Placement, part_of
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 
 
 def masked_scatter(call: Call) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_sp.global_view.taken_tokens import sources
+from lightning_sp.global_view.calls.taken_tokens import sources
 
 # Of objects in objects.
 _MAX_DEPTH = 8

@@ -1,0 +1,1 @@
+"""Which batches of a fit are tried, and what the run was like when a step behind them began."""

@@ -1,0 +1,161 @@
+"""What a step may leave outside of its module: in the Trainer, in optimizers and their schedules, in what the user's code keeps elsewhere.
+
+    if self.global_step >= 1_000: self.net.embedding.requires_grad_(False)     a trial shows the step this line at its beginning
+    Meter.seen += 1                                                            a class' attribute counts each trial
+
+`kept_outside` gives it by name, so that it is put back as attributes of modules are. Kept: attributes of the user's classes, what their
+functions close over, and numbers, lists and dicts of the user's own files. Libraries' objects and files on a disk cannot be known.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lightning_sp.step.isolation.users_code import is_file_of_user
+
+NUMBERS = (bool, int, float, str, type(None))
+_CONTAINERS = (list, dict, set, deque)
+
+
+class Kept(NamedTuple):
+    """What code keeps outside of an object.
+
+    Args:
+        name: as a user would write it, behind the class, function or file that it is in.
+        value: what it is now.
+        put: puts the name itself back.
+    """
+
+    name: str
+    value: Any
+    put: Callable[[], object]
+
+
+def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object]], list[Any]]:
+    """Return what puts back the run that a module is in, and the mutable values of it whose contents are to be put back too.
+
+    Args:
+        root: whose parameters may be frozen.
+        trainer: None outside of a run.
+    """
+    undo: list[Callable[[], object]] = [partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]
+    if trainer is None:
+        return undo, []
+    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))
+    mutable: list[Any] = [each.param_groups for each in trainer.optimizers]
+    for config in trainer.lr_scheduler_configs:
+        attributes = vars(config.scheduler)
+        undo.append(partial(attributes.update, dict(attributes)))
+        mutable += attributes.values()
+    return undo, [each for each in mutable if isinstance(each, _CONTAINERS)]
+
+
+def _numbers(owner: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(owner).items() if type(value) in NUMBERS and not name.startswith("__")}
+
+
+def _restore_numbers(owner: Any, before: dict[str, Any]) -> None:
+    for name, value in _numbers(owner).items():
+        if name not in before:
+            delattr(owner, name)
+        elif before[name] is not value:
+            setattr(owner, name, before[name])
+    for name in before.keys() - vars(owner).keys():
+        setattr(owner, name, before[name])
+
+
+def kept_outside(owners: list[Any]) -> Iterator[Kept]:
+    """Yield what the code of objects keeps outside of them.
+
+    Args:
+        owners: modules and callbacks.
+    """
+    seen: set[int] = set()
+    for each in dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__):
+        # FSDP2 gives a module a class of its own, behind which the user's stands: `type(self).seen += 1` writes to that.
+        if any(is_file_of_user(kind.__module__) for kind in each.__mro__):
+            yield Kept(each.__name__, None, partial(_restore_numbers, each, _numbers(each)))
+            yield from _of_class(each, seen)
+    for value in (value for owner in owners for value in _attributes(owner)):
+        if isinstance(value, FunctionType):
+            yield from _of_function(value, seen)
+
+
+def _attributes(owner: Any) -> Iterator[Any]:
+    """Yield the values of an object's attributes, and of a module's hooks."""
+    for name, value in vars(owner).items():
+        yield from value.values() if "_hooks" in name and isinstance(value, dict) else (value,)
+
+
+def _of_class(kind: type, seen: set[int]) -> Iterator[Kept]:
+    for name, value in list(vars(kind).items()):
+        function = _function(value)
+        if function is not None:
+            yield from _of_function(function, seen)
+        elif not name.startswith("__") and type(value) in _CONTAINERS:
+            yield Kept(f"{kind.__name__}.{name}", value, _nothing)
+
+
+def _of_function(function: FunctionType, seen: set[int]) -> Iterator[Kept]:
+    if id(function) in seen or not is_file_of_user(function.__module__ or ""):
+        return
+    seen.add(id(function))
+    attributes = vars(function)
+    own = function.__qualname__.replace(".<locals>", "")
+    yield Kept(own, attributes, _nothing)
+    for i, value in enumerate(function.__defaults__ or ()):
+        yield Kept(f"{own}.{i}", value, _nothing)
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        with suppress(ValueError):  # an empty one
+            value = cell.cell_contents
+            if (inner := _function(value)) is not None:
+                yield from _of_function(inner, seen)
+            else:
+                yield Kept(f"{own}.{name}", value, partial(_refill, cell, value))
+    if id(function.__globals__) not in seen:
+        seen.add(id(function.__globals__))
+        yield from _of_file(function.__globals__, seen)
+
+
+def _of_file(names: dict[str, Any], seen: set[int]) -> Iterator[Kept]:
+    for name, value in list(names.items()):
+        if name.startswith("__"):
+            continue
+        function = _function(value)
+        if function is not None:
+            yield from _of_function(function, seen)
+        elif not isinstance(value, (type, type(sys))):
+            put = partial(_put_back, names, name, value, partial(names.__setitem__, name, value))
+            yield Kept(f"{names.get('__name__', '')}.{name}", value, put)
+
+
+def _nothing() -> None:
+    """Leave a name as it is: what is behind it is put back by itself."""
+
+
+def _function(value: Any) -> FunctionType | None:
+    """Return the function behind a method, a property or a decorated one."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, (classmethod, staticmethod)):
+        value = value.__func__
+    return value if isinstance(value, FunctionType) else None
+
+
+def _put_back(names: Any, name: str, value: Any, put: Callable[[], object]) -> None:
+    """Put a plain number back under its name."""
+    if type(value) in NUMBERS and names.get(name) is not value:
+        put()
+
+
+def _refill(cell: CellType, value: Any) -> None:
+    if type(value) in NUMBERS and cell.cell_contents is not value:
+        cell.cell_contents = value

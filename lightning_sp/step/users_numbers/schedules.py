@@ -1,0 +1,160 @@
+"""Numbers of the user's own that stay as they are for some batches and then change: an epoch, a mask's length, a phase that a callback sets.
+
+    if self.current_epoch >= 5: labels[:, : self.skipped] = -100      no operation of the loss is new, and no step before did it
+
+So do modules that a hook changes, a batch norm that is to train from now on, a hook or a forward put in another's place; and a batch of other
+entries. A trial of the step in which they change shows what the others could not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from lightning_sp.batch_structure import entries_of
+from lightning_sp.step.isolation.users_code import is_file_of_user
+from lightning_sp.step.users_numbers.counters import Counter, added, numbers_of, owners_of_numbers, shown_as
+
+# Of so many batches: what changes with each is a counter.
+_STAYS = 2
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+# Owners that are none of the user's, by negative numbers.
+_RUN, _MODULES, _BATCH = -1, -2, -3
+# The first changes are each told; then the 8th, the 16th, the 32nd, and so on.
+_EACH = 4
+
+
+class _Added(NamedTuple):
+    """What was added to a number, how often it was as much, before which batch at last, and so many batches after the time before."""
+
+    each: float = 0
+    times: int = 0
+    last: int = 0
+    batches: int = 1
+
+    @property
+    def of_batch(self) -> float:
+        return self.each if self.batches == 1 else self.each / self.batches
+
+
+class Schedules:
+    """What is known of such numbers in a fit; a class because it waits for their change."""
+
+    def __init__(self) -> None:
+        self._owners: list[Any] = []
+        self._batches, self._batch = 0, None
+        self._last: dict[int, dict[Any, Any]] = {}  # of each owner
+        self._before: dict[int, dict[Any, Any]] = {}  # as the last one was before its step
+        self._since: dict[tuple[int, Any], int] = {}  # the batch before which a number became what it is
+        self._added: dict[tuple[int, Any], _Added] = {}
+        self._told: set[tuple[int, Any]] = set()
+        self._changes = 0
+
+    def start(self, trainer: Any) -> None:
+        """Begin a fit."""
+        self._owners = owners_of_numbers(trainer)
+        self._batches, self._batch, self._last, self._before, self._since = 0, None, {}, {}, {}
+        self._added, self._told, self._changes = {}, set(), 0
+
+    def have_changed(self, trainer: Any, batch: Any) -> bool:
+        """Return whether one has before this training batch, and is to be told; once for a batch, which may be handed over twice."""
+        if not trainer.training or not self._owners or batch is self._batch:
+            return False
+        self._batches, self._batch, self._before = self._batches + 1, batch, dict(self._last)
+        # What each optimizer step adds to is a counter, too.
+        stays = _STAYS * trainer.accumulate_grad_batches
+        changed = False
+        for index, numbers in (*self._read(trainer), (_BATCH, _structure(batch))):
+            before, self._last[index] = self._last.get(index, {}), numbers
+            if before == numbers:
+                continue
+            for name, value in numbers.items():
+                if name not in before:
+                    self._since[index, name] = self._batches
+                elif self._is_other(value, before[name]):
+                    changed |= self._batches - self._since[index, name] >= stays
+                    self._since[index, name] = self._batches
+                    self._note_added((index, name), before[name], value)
+        return self._is_told(changed)
+
+    def have_changed_in_hooks(self, trainer: Any) -> bool:
+        """Return whether one has since the batch in progress was handed over, and is to be told: a hook at its start has set a phase."""
+        stays = _STAYS * trainer.accumulate_grad_batches
+        changed = [
+            (index, name)
+            for index, numbers in self._read(trainer)
+            for name, value in numbers.items()
+            if self._is_other(value, self._last.get(index, {}).get(name, value))
+            and self._batches - self._since[index, name] >= stays
+        ]
+        self._since |= dict.fromkeys(changed, self._batches)
+        return self._is_told(bool(changed))
+
+    @staticmethod
+    def _is_other(value: Any, before: Any) -> bool:
+        return value is not before and value == value and value != before
+
+    def _is_told(self, changed: bool) -> bool:
+        self._changes += changed
+        return changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
+
+    def take_counters(self) -> list[Counter]:
+        """Return the numbers to which each of the last batches has added as much; each of them once in a fit."""
+        found = [
+            key
+            for key, (_, times, _, _) in self._added.items()
+            if times >= _STAYS and key[0] >= 0 and key not in self._told
+        ]
+        self._told.update(found)
+        return [Counter(self._owners[key[0]], key[1], self._added[key].of_batch) for key in found]
+
+    def _note_added(self, key: tuple[int, Any], before: Any, value: Any) -> None:
+        if added(before, value):
+            each, times, last, _ = self._added.get(key, _Added())
+            again = times + 1 if value - before == each else 1
+            self._added[key] = _Added(value - before, again, self._batches, self._batches - last)
+
+    @contextmanager
+    def as_before_last_step(self) -> Iterator[None]:
+        """Show the user's numbers as they were when the batch before was handed over, and put them back: what its step did depends on them."""
+        with ExitStack() as undo:
+            for index, numbers in self._before.items():
+                for name, value in numbers.items() if index >= 0 else ():
+                    undo.enter_context(shown_as(self._owners[index], name, value))
+            yield
+
+    def _read(self, trainer: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
+        yield _RUN, {"epoch": trainer.current_epoch}
+        yield _MODULES, {"modules": tuple(map(_mode, trainer.lightning_module.modules()))}
+        for index, owner in enumerate(self._owners):
+            yield index, numbers_of(owner)
+
+
+def _mode(module: nn.Module) -> tuple[Any, ...]:
+    """Return by what a module's call may do other things than before, beside its numbers."""
+    own = vars(module)
+    functions = [own["forward"]] if "forward" in own else []
+    for name in _HOOKS:
+        functions += own[name].values()
+    return id(module), module.training, *(id(each) for each in functions if _is_of_user(each))
+
+
+def _is_of_user(function: Any) -> bool:
+    """Return whether a function is no library's: this package's own come and go with the view, and with units."""
+    while isinstance(function, partial):
+        function = function.func
+    return is_file_of_user(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def _structure(batch: Any) -> dict[str, Any]:
+    """Return the names of a batch's entries, with the dtypes and dims of tensors, as one value."""
+    entries = entries_of(batch) or {}
+    kinds = {
+        name: f"{each.dtype} of {each.dim()} dims" if isinstance(each, Tensor) else type(each).__name__
+        for name, each in entries.items()
+    }
+    return {"entries": str(sorted(kinds.items()))}

@@ -1,0 +1,147 @@
+"""Numbers of the user's that stay for some batches and change are told: the step may do other things from there on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sp.step.users_numbers.counters import Counter
+from lightning_sp.step.users_numbers.schedules import Schedules
+from tests.step.users_numbers import schedules_ranks as ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.skipped, self.seen, self.mean = "first", 0, 0, 0.0
+        self.layer = nn.Dropout(0.0)
+
+
+def followed():
+    model = Model()
+    trainer = SimpleNamespace(
+        lightning_module=model, callbacks=[], training=True, current_epoch=0, accumulate_grad_batches=1
+    )
+    schedules = Schedules()
+    schedules.start(trainer)
+    return model, trainer, schedules
+
+
+def told(schedules, trainer, model, batches):
+    found = []
+    for _ in range(batches):
+        model.seen, model.mean = model.seen + 1, model.mean * 0.9 + 1.0
+        found.append(schedules.have_changed(trainer, object()))
+    return found
+
+
+def test_what_stays_and_then_changes_is_told_once():
+    model, trainer, schedules = followed()
+    assert told(schedules, trainer, model, 4) == [False] * 4
+    model.skipped = 3
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.phase, trainer.current_epoch = "second", 1
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.layer.p = 0.1  # no module of the user's
+    model.tensor = torch.zeros(1)
+    assert told(schedules, trainer, model, 2) == [False, False]
+    trainer.training, model.phase = False, "third"
+    assert not schedules.have_changed(trainer, object())
+
+
+def test_modules_that_a_hook_changes_and_batches_of_other_entries_are_told():
+    model, trainer, schedules = followed()
+    assert told(schedules, trainer, model, 4) == [False] * 4
+    model.layer.eval()
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.layer.register_forward_hook(lambda *_: None)
+    assert told(schedules, trainer, model, 3) == [True, False, False]
+    model.layer.forward = lambda x: x
+    schedules.have_changed(trainer, object())
+    model.layer = nn.Identity()
+    assert not schedules.have_changed_in_hooks(trainer)  # it did not stay
+    model, trainer, schedules = followed()
+    batches = [{"x": torch.zeros(2)}] * 4 + [{"x": torch.zeros(2), "y": 1}] * 3 + [{"x": torch.zeros(2).int(), "y": 1}]
+    found = [schedules.have_changed(trainer, dict(each)) for each in batches]
+    assert [index for index, each in enumerate(found) if each] == [4, 7]
+
+
+def test_a_step_is_shown_the_numbers_that_it_began_with():
+    model, trainer, schedules = followed()
+    model.seen_batches, model.table, model.tensor = [], {"loss": 1.0}, torch.zeros(())
+    schedules.start(trainer)
+    for number in range(3):
+        schedules.have_changed(trainer, object())
+        if number < 2:
+            model.seen, model.phase = model.seen + 1, f"phase {number}"
+            model.seen_batches.append(number)
+            model.table["loss"] /= 2
+            model.tensor += 1
+    late = model.seen, model.phase, list(model.seen_batches), dict(model.table), float(model.tensor)
+    with schedules.as_before_last_step():
+        shown = model.seen, model.phase, list(model.seen_batches), dict(model.table), float(model.tensor)
+    assert shown == (1, "phase 0", [0], {"loss": 0.5}, 1.0)
+    assert (
+        model.seen,
+        model.phase,
+        list(model.seen_batches),
+        dict(model.table),
+        float(model.tensor),
+    ) == late
+
+
+def test_many_changes_are_told_more_and_more_seldom():
+    model, trainer, schedules = followed()
+    found = []
+    for change in range(40):
+        model.skipped = change
+        found += [any(told(schedules, trainer, model, 3))]
+    assert [index for index, each in enumerate(found) if each] == [1, 2, 3, 4, 8, 16, 32]
+
+
+def test_what_each_batch_adds_as_much_to_is_a_counter_once():
+    model, trainer, schedules = followed()
+    told(schedules, trainer, model, 2)
+    assert schedules.take_counters() == []
+    told(schedules, trainer, model, 1)
+    assert schedules.take_counters() == [Counter(model, "seen", 1)]
+    told(schedules, trainer, model, 3)
+    assert schedules.take_counters() == []
+
+
+def test_a_batch_that_is_handed_over_twice_is_one():
+    model, trainer, schedules = followed()
+    for _ in range(6):
+        model.seen += 1
+        batch = object()
+        assert [schedules.have_changed(trainer, batch) for _ in range(3)] == [False] * 3
+
+
+def test_what_each_optimizer_step_adds_to_is_a_counter_of_its_micro_batches():
+    model, trainer, schedules = followed()
+    trainer.accumulate_grad_batches = 3
+    for number in range(12):
+        model.seen += number % 3 == 2
+        assert not schedules.have_changed(trainer, object())
+    assert schedules.take_counters() == [(model, "seen", 1 / 3, None)]
+
+
+def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
+    model, trainer, schedules = followed()
+    found = []
+    for number in range(9):
+        schedules.have_changed(trainer, object())
+        model.seen, model.skipped = model.seen + 1, 3 * (number == 6)
+        found.append(schedules.have_changed_in_hooks(trainer))
+    assert found == [number == 6 for number in range(9)]
+    assert schedules.take_counters() == [Counter(model, "seen", 1)]
+
+
+@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5), ("module", 5)])
+def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
+    for found in pools(2).run(ranks.fit, kind):
+        assert f"after {step} optimizer steps gives another result on shards than whole" in found["error"]
+        assert found["steps"] == step

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -16,6 +17,7 @@ from torchmetrics import Metric
 from lightning_sp import comm
 from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
+from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
 from lightning_sp.step.isolation.snapshot import MAX_BYTES, MAX_VISITED
 from lightning_sp.step.isolation.traces import kept_outside
 from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_object_of_user
@@ -39,6 +41,10 @@ _LIBRARIES = {
 
 
 _PAIR = 8
+# Arrays in longer lists are samples: they have no count of writes, and would be copied.
+_MOST_ARRAYS = 64
+# Bytes of a number that torch has: numpy's long doubles are wider.
+_WIDEST = 8
 # A tensor's number is its norm, and a sum of its numbers by a pattern over this.
 _PARTS = 6
 
@@ -54,7 +60,7 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors in attributes of the user's modules, by the name that a user would write; tensors copied, but for
     those in lists and dicts."""
     found: dict[str, Any] = {name: _without_copy(value) for name, value in _entries(module)}
-    found.update({name: v.detach().clone() if isinstance(v, Tensor) else v for name, v in _attributes(module)})
+    found.update({name: v.detach().clone() if isinstance(v, Tensor) else _array(v) for name, v in _attributes(module)})
     return found
 
 
@@ -97,7 +103,7 @@ def changed_attributes(
     found = {}
     trainer = getattr(module, "_trainer", None)
     read = frozenset() if trainer is None or evaluates else read_in_hooks(trainer)
-    now_there = dict(chain(_attributes(module), _entries(module)))
+    now_there = {name: _array(value) for name, value in chain(_attributes(module), _entries(module))}
     shown = {name for name, value in now_there.items() if isinstance(value, GlobalTensor)}
     of_all = set.intersection(*comm.gather_objects(shown, control_group))
     for name, value in now_there.items():
@@ -148,7 +154,14 @@ def _pattern(size: int) -> Tensor:
 
 
 def _without_copy(value: Any) -> Any:
-    return _TensorVersion(value, 0 if value.is_inference() else value._version) if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return _TensorVersion(value, 0 if value.is_inference() else value._version)
+    return _array(value)
+
+
+def _array(value: Any) -> Any:
+    """Return an array of numpy's as a tensor of its own; other values as they are."""
+    return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -160,6 +173,8 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in _all_attributes(module):
         if isinstance(value, (list, tuple, deque, dict)) and len(value) <= MAX_VISITED:
             for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+                if isinstance(each, np.ndarray) and len(value) > _MOST_ARRAYS:
+                    continue
                 if _is_number(each):
                     yield f"{name}[{key!r}]", each
                 elif isinstance(each, (list, tuple)) and len(each) <= _PAIR:  # numbers that are kept together
@@ -172,6 +187,8 @@ def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     trainer = getattr(module, "_trainer", None)
     for each in [] if trainer is None else of_user(trainer):
         yield from ((f"{type(each).__name__}.{name}", value) for name, value in vars(each).items())
+    for each in data_of_run(trainer):
+        yield from ((f"{type(each).__name__}.{name}", value) for name, value in tables_of(each))
     for path, each in module.named_modules():
         # What metrics hold is compared as what they show.
         if isinstance(each, Metric) or all(
@@ -182,24 +199,37 @@ def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         for name, value in vars(each).items():
             if name not in OF_THE_FRAMEWORK and name != "_buffers":
                 yield f"{prefix}.{name}", value
-                if not isinstance(value, (Metric, nn.Module)) and is_object_of_user(value):
-                    yield from ((f"{prefix}.{name}.{n}", v) for n, v in vars(value).items())
+                yield from ((f"{prefix}.{name}.{n}", v) for n, v in _inside(value))
+
+
+def _inside(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of an object of the user's own, and what may be a table in a data set."""
+    if is_data_set(value):
+        yield from tables_of(value)
+    elif not isinstance(value, (Metric, nn.Module)) and is_object_of_user(value):
+        for name, each in getattr(value, "__dict__", {}).items():
+            if not (isinstance(each, Tensor) and each.nbytes > MAX_BYTES):  # no trial puts it back
+                yield name, each
 
 
 def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield what functions of the user's modules and callbacks close over, and what their files and classes keep: numbers, lists, dicts,
-    tensors that a trial puts back."""
+    arrays, tensors that a trial puts back."""
     trainer = getattr(module, "_trainer", None)
     owners = [*module.modules(), *([] if trainer is None else of_user(trainer))]
     for name, value, _ in kept_outside(owners):
         is_small = isinstance(value, Tensor) and value.nbytes <= MAX_BYTES and not isinstance(value, nn.Parameter)
-        if is_small or isinstance(value, (int, float, list, tuple, deque, dict)):
+        if is_small or isinstance(value, (int, float, np.ndarray, list, tuple, deque, dict)):
             yield name, value
+        yield from ((f"{name}.{n}", v) for n, v in _inside(value))
 
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, (bool, DTensor, nn.Parameter)):
         return False
+    if isinstance(value, np.ndarray):
+        is_written = value.flags.writeable and not isinstance(value, np.memmap) and value.nbytes <= MAX_BYTES
+        return is_written and value.dtype.kind in "biuf" and value.dtype.isnative and value.dtype.itemsize <= _WIDEST
     return isinstance(value, (int, float)) or (
         isinstance(value, Tensor) and not value.is_complex() and not value.is_meta
     )

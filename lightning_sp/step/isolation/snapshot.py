@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
+from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
 from lightning_sp.step.isolation.random_generators import RandomGenerator, is_random_generator
 from lightning_sp.step.isolation.traces import kept_outside, undo_in_run
 from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
@@ -125,12 +126,15 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     """
     modules = list(root.modules())
     visited = {id(each) for each in (*modules, *others)}
-    undo, mutable = undo_in_run(root, getattr(root, "_trainer", None))
+    trainer = getattr(root, "_trainer", None)
+    undo, mutable = undo_in_run(root, trainer)
     copies: Copies = {}
     _remember_all(mutable, undo, visited, copies)
     for _, value, put in kept_outside([*modules, *others]):
         undo.append(put)
         _remember_all([value], undo, visited, copies, of_object=True)
+    for each in data_of_run(trainer):
+        _remember_tables(each, undo, visited)
     for other in others:
         _remember_all(_remember_attributes(other, undo, copies), undo, visited, copies)
     for module in modules:
@@ -224,11 +228,27 @@ def _remember_all(
         value, of_object = waiting.pop()
         if id(value) in visited:
             continue
+        if is_data_set(value):
+            _remember_tables(value, undo, visited)
+            continue
         visited.add(id(value))
         is_object = is_object_of_user(value)
         children = _remember_attributes(value, undo, copies) if is_object or _has_attributes(value) else []
         children += _remember(value, undo, of_object=of_object)
         waiting += [(child, of_object or is_object) for child in children]
+
+
+def _remember_tables(owner: Any, undo: list[Callable[[], object]], visited: set[int]) -> None:
+    """Add to `undo` what puts the attributes of a data set or data module back, and the tables that they may be."""
+    if id(owner) in visited:
+        return
+    visited.add(id(owner))
+    attributes = getattr(owner, "__dict__", {})
+    undo.append(partial(_restore_attributes, attributes, dict(attributes)))
+    for _, value in tables_of(owner):
+        if id(value) not in visited:
+            visited.add(id(value))
+            _remember(value, undo, of_object=True)
 
 
 def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) -> list[Any]:

@@ -13,6 +13,10 @@ UNTRIED = "tests/preflight/lengths/test_untried_length.py"
 LONE_ERRORS = "tests/preflight/test_lone_errors.py::test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view"
 READ = "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_by_a_number_of_its_batch"
 EXCHANGED = "tests/preflight/differences/test_random_steps.py::test_rows_that_a_first_draw_leaves_in_their_order_are_exchanged_by_others"
+IN_DATA = (
+    "tests/preflight/recording/test_data_sets.py::"
+    "test_a_step_that_writes_a_parts_numbers_into_its_data_goes_on_in_the_global_view"
+)
 COUNTED = "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
 PREFLIGHT = (
@@ -526,6 +530,27 @@ PREFLIGHT = (
         "    yield from _outside(module)\n",
         "",
         "tests/preflight/recording/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view[closure]",
+    ),
+    fault(
+        "a table in the data set that the loader reads, which no trial compares",
+        "preflight/recording/attributes.py",
+        "    for each in data_of_run(trainer):\n",
+        "    for each in ():\n",
+        f"{IN_DATA}[loader-tensor]",
+    ),
+    fault(
+        "a table in the data module, which a trial leaves written",
+        "step/isolation/snapshot.py",
+        "    for each in data_of_run(trainer):\n",
+        "    for each in ():\n",
+        f"{IN_DATA}[module-array]",
+    ),
+    fault(
+        "an array of numpy's that a step writes, which no trial compares",
+        "preflight/recording/attributes.py",
+        'value.dtype.kind in "biuf" and',
+        "False and",
+        f"{IN_DATA}[loader-array]",
     ),
     fault(
         "a longer micro-batch, in place of which the next step's is tried",

@@ -262,6 +262,7 @@ def test_what_a_step_does_to_its_run_is_put_back():
         lr_scheduler_configs=[SimpleNamespace(scheduler=schedule)],
         should_stop=False,
         callbacks=[],
+        fit_loop=SimpleNamespace(_combined_loader=None),
     )
     module._trainer = trainer
     with isolated(module, torch.device("cpu")):

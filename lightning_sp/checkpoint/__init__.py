@@ -28,7 +28,7 @@ from lightning_sp.checkpoint.folders.replace import recover, remnants, unfinishe
 from lightning_sp.checkpoint.host_memory import available_bytes
 from lightning_sp.checkpoint.load import load_checkpoint
 from lightning_sp.checkpoint.save import save_checkpoint
-from lightning_sp.checkpoint.staged import staged_bytes
+from lightning_sp.checkpoint.staged_folder import staged_bytes
 
 __all__ = [
     "EXCLUDED",

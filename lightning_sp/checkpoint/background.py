@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_sp import comm
 from lightning_sp.checkpoint.folders.folder import first_failure, remove_incomplete
-from lightning_sp.checkpoint.staged import StagedFolder, WrittenPart
+from lightning_sp.checkpoint.staged_folder import StagedFolder, WrittenPart
 from lightning_sp.errors import SequenceParallelError, told_error
 
 # Where a run ends by an error: for the own part, and for those of others after it.

@@ -43,7 +43,7 @@ from lightning_sp.checkpoint.folders.folder import (
 from lightning_sp.checkpoint.folders.free_space import check_free_space
 from lightning_sp.checkpoint.folders.replace import put_in_place
 from lightning_sp.checkpoint.folders.writing import begin_file, begin_folder, end_writing
-from lightning_sp.checkpoint.staged import StagedFolder
+from lightning_sp.checkpoint.staged_folder import StagedFolder
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.weights.single_numbers import SINGLE_NUMBERS, in_own_shape, is_single_number
 

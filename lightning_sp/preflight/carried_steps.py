@@ -19,7 +19,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.batches.batches_to_try import BatchesToTry
-from lightning_sp.preflight.evaluation.first_batch import FirstEvaluationBatches
+from lightning_sp.preflight.evaluation.first_evaluation import FirstEvaluationBatches
 from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, with_lines
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.views import Views

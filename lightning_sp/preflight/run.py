@@ -22,6 +22,7 @@ from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import write_counts
 from lightning_sp.parameter_names import shown
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
+from lightning_sp.preflight.differences.decisions import check_read_numbers
 from lightning_sp.preflight.differences.groups import averages_groups, trial_of_groups, with_sums_settled
 from lightning_sp.preflight.differences.hidden_branches import (
     HidingWeights,
@@ -32,7 +33,6 @@ from lightning_sp.preflight.differences.hidden_branches import (
 from lightning_sp.preflight.differences.other_seeds import OTHER_SEEDS, drawn_from_seed, noting_random_generators
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
-from lightning_sp.preflight.differences.read_numbers import check_read_numbers
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (

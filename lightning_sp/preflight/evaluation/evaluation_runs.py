@@ -18,14 +18,14 @@ from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
-from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
-from lightning_sp.preflight.differences.read_numbers import (
+from lightning_sp.preflight.differences.decisions import (
     OF_PARTS,
     Effect,
     effect_of_error,
     lines_of_ranks,
     search_lines,
 )
+from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
 from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.numbers import RankNumbers

@@ -63,7 +63,7 @@ CHECKPOINTS = (
     ),
     fault(
         "a checkpoint of what training has changed since",
-        "checkpoint/staged.py",
+        "checkpoint/staged_folder.py",
         'value.detach().to("cpu", copy=True)',
         'value.detach().to("cpu")',
         f"{BACKGROUND}::test_what_changes_after_a_save_has_begun_is_not_saved",

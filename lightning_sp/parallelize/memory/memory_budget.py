@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,9 +30,15 @@ def budget_bytes(device: torch.device, ranks_on_machine: int, root: Path = Path(
 
 
 def used_bytes(device: torch.device) -> int:
-    """Return what a rank has of its device's memory now; on a CPU all that is resident, where the system tells it."""
+    """Return what a rank has of its device's memory now; on a CPU all that is resident, where the system tells it.
+
+    What was freed on a CPU, by a preflight or a run before, is given back first: glibc keeps it resident, and the step will fill it again.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

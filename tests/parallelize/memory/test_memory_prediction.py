@@ -222,3 +222,14 @@ def test_what_is_in_use_grows_with_what_is_made():
     with mmap.mmap(-1, 2**26) as made:
         made.write(bytes(2**26))
         assert used_bytes(torch.device("cpu")) - before > 2**25
+
+
+def test_what_was_freed_is_not_in_use():
+    cpu = torch.device("cpu")
+    # Below glibc's size of a map of its own, and one behind them all: the heap does not shrink by itself.
+    freed = [torch.ones(2**14) for _ in range(2**11)]
+    behind = [torch.ones(2**14)]
+    before = used_bytes(cpu)
+    freed.clear()
+    assert before - used_bytes(cpu) > 2**26
+    assert behind[0].sum() == 2**14

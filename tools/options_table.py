@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Mapping
@@ -39,12 +40,17 @@ CHOICES = {
     "gather_dtype": GATHER_DTYPES,
     "gradient_dtype": GRADIENT_DTYPES,
 }
+WIDTH = 120
 HEAD = """# Options
 
 `SequenceParallelStrategy(...)`, `conf/strategy/sequence_parallel.yaml` and
 `--trainer.strategy.init_args.*` of the Lightning CLI take the same options.
-`lightning_sp/config/` says more about each, and refuses what does not fit together.
+What each choice means, "auto" too, is below the table. `lightning_sp/config/` refuses what does not fit together.
 `python -m tools.options_table` writes this page.
+
+"""
+MORE = """
+## More about each
 
 """
 TAIL = """
@@ -53,13 +59,18 @@ TAIL = """
 
 
 def descriptions() -> dict[str, str]:
-    """Return the first sentence that the dataclasses say of each option."""
+    """Return what the dataclasses say of each option."""
     found = {}
     for owner in (AttentionOptions, MemoryOptions, StrategyConfig):
         arguments = inspect.getdoc(owner).split("Args:\n")[1].split("\n\n")[0]  # type: ignore[union-attr]
         for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE):
-            found[name] = re.split(r"(?<=\.)\s", " ".join(text.split()))[0].replace("``", "`")
+            found[name] = " ".join(text.split()).replace("``", "`")
     return found
+
+
+def first_sentence(text: str) -> str:
+    """Return a text up to its first full stop."""
+    return re.split(r"(?<=\.)\s", text)[0]
 
 
 def type_of(name: str, hint: Any) -> str:
@@ -86,8 +97,10 @@ def page() -> str:
     rows = [("option", "type", "default", "what it does"), ("---",) * 4]
     for name in names:
         default = f'"{defaults[name]}"' if isinstance(defaults[name], str) else str(defaults[name])
-        rows.append((f"`{name}`", type_of(name, hints[name]), f"`{default}`", said[name]))
-    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows) + TAIL
+        rows.append((f"`{name}`", type_of(name, hints[name]), f"`{default}`", first_sentence(said[name])))
+    more = [f"- `{name}`: {said[name]}" for name in names if said[name] != first_sentence(said[name])]
+    wrapped = ("\n".join(textwrap.wrap(each, WIDTH, subsequent_indent="  ", break_on_hyphens=False)) for each in more)
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in rows) + TAIL + MORE + "\n".join(wrapped) + "\n"
 
 
 if __name__ == "__main__":

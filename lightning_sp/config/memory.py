@@ -69,7 +69,8 @@ class MemoryOptions:
             "disk": in a file of each rank. "none": on the device. "auto": there, and where `activation_checkpointing="auto"` finds no other
             room, on the host of a GPU; of CPU ranks in files, if `offload_folder` is given.
         activation_loading_horizon: Of these inputs, those in memory at once: one that is used, the others on their way out or back.
-        offload_folder: Of the files of "disk", on a disk of each node. None: the folder of temporary files, and none for "auto".
+        offload_folder: Where activation_offload="disk" writes its files, on a disk of each node. None: the folder of temporary
+            files, and none for "auto".
         delayed_init: Give what `configure_model` draws or reads memory tensor by tensor, when it is sharded. False: rank 0 builds the whole
             model in its memory, and each rank reads the whole of a pretrained one.
 

@@ -52,13 +52,13 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         exclude_frozen_parameters: Leave frozen parameters that building the model gives again, the base of a LoRA, out of checkpoints. Each is
             known by a digest; one that was ever changed is saved, and a load into another base is refused.
         timeout_s: Time limit of every collective from the first batch on, in seconds.
-        start_timeout_s: The same before it, in seconds: while rank 0 builds the model, reads its weights or a checkpoint, the others wait. A
-            rank that does nothing at all, no thread or process of it, has timeout_s there too, also behind a run (on the host of a rank that
-            waits for it). Of a process group that others made neither limit is changed.
+        start_timeout_s: Time limit before the first batch, in seconds: while rank 0 builds the model, reads its weights or a checkpoint,
+            the others wait. A rank that does nothing at all, no thread or process of it, has timeout_s there too, also behind a run (on the
+            host of a rank that waits for it). Of a process group that others made neither limit is changed.
         hang_s: After how long a rank that others wait for is named, with its stack, in seconds. "auto": 60, or half of timeout_s if that is
             less. Ranks that wait in different collectives end the run within seconds, unless a thread of the user's runs beside: it may help.
         preemption_limit_s: How long after SIGTERM a process may finish its step and save, in seconds: past it, it says where it is, and ends.
-        preemption_exit_code: With which a run ends that was told to by SIGTERM. 143 is 128 + SIGTERM, as a shell says it.
+        preemption_exit_code: Exit code of a run that SIGTERM has ended. 143 is 128 + SIGTERM, as a shell says it.
     """
 
     sequence_parallel_size: Size = "auto"

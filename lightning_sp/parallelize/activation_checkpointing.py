@@ -26,13 +26,15 @@ from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.errors import SequenceParallelError, text_of
 from lightning_sp.global_view.compiled.front_end import FrontEnd
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
@@ -272,8 +274,14 @@ def _with_results_as_they_were(block: nn.Module, forward: Callable[..., Any], /,
             f"activation_checkpointing='matmuls': {type(block).__name__} writes in place to what a linear layer or another matrix product gave, "
             "which that policy keeps for the backward; write `x = x + y` for `x += y`, or use activation_checkpointing='selective'"
         )
+    # What is behind the block may write to it.
+    output = tree_map_only(Tensor, lambda each: each.clone() if _own(each) in kept else each, output)
     kept.end()
     return output
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, SequenceTensor) else tensor
 
 
 @contextmanager

@@ -71,6 +71,10 @@ class KeptResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.is_written, self.has_ended = False, False
 
+    def __contains__(self, tensor: Any) -> bool:
+        """Return whether a tensor is in the memory of a result."""
+        return not is_traceable_wrapper_subclass(tensor) and _key(tensor) in self.storages
+
     def end(self) -> None:
         """Let go of the memory."""
         self.storages.clear()

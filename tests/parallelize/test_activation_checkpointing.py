@@ -192,6 +192,32 @@ def test_a_block_that_writes_to_a_products_result_is_refused_by_name():
     assert all(map(torch.equal, found_grads, grads))
 
 
+class Heads(nn.Module):
+    """A block that returns a product, and what it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, (y * y).sum(-1)
+
+
+def test_what_a_block_returns_may_be_written_to_behind_it():
+    found = []
+    for policy in ("none", "matmuls"):
+        torch.manual_seed(3)
+        block, x = Heads(), torch.randn(1, 5, 32)
+        checkpoint_blocks(block, [block], policy)
+        y, squares = block(x)
+        if policy == "matmuls":
+            y.add_(1)  # a plain step may not: the product is saved there
+        (squares.sum() + y.sum()).backward()
+        found.append(block.linear.weight.grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_auto_lets_a_block_keep_all_that_was_seen_to_write_to_a_products_result(in_place):
     torch.manual_seed(3)

@@ -194,7 +194,7 @@ def _sounds(model: Any, form: str, generator: torch.Generator) -> dict[str, Tens
 
 
 def _transcripts(model: Any, form: str, side: str, generator: torch.Generator) -> dict[str, Tensor]:
-    if model.main_input_name == "input_ids":
+    if model.main_input_name == "input_ids" and not model.config.is_encoder_decoder:
         return _causal(model, form, side, generator)  # sounds stand in its text, as images do
     labels, _ = _tokens(model, "none", DECODER_LENGTH, generator)
     sounds = _sounds(model, form, generator)

@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 
 from lightning_sp.config import every_nth
 
-# The cheapest in time first. "every_4" is none: "matmuls" takes less memory, and less time (docs/log/memory.md).
-CANDIDATES = ("none", "matmuls", "every_2", "selective", "full", "full_tiled", "full_offloaded")
+# The cheapest in time first, as they are on a CPU (docs/log/memory.md). Those between "none" and "selective" recompute a part.
+CANDIDATES = ("none", "every_4", "matmuls", "every_2", "selective", "full", "full_tiled", "full_offloaded")
 # Of them, those with MLPs in tiles, as far as a model has MLPs that can be.
 TILED = ("full_tiled", "full_offloaded")
 GIB = 2**30

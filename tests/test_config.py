@@ -118,7 +118,7 @@ def test_a_switch_is_true_or_false(name, value):
     [
         (True, "selective"),
         (False, "none"),
-        *((name, name) for name in ("auto", "none", "selective", "full", "every_1", "every_12")),
+        *((name, name) for name in ("auto", "none", "matmuls", "selective", "full", "every_1", "every_12")),
     ],
 )
 def test_activation_checkpointing_is_a_policy_by_name(given, policy):
@@ -136,7 +136,8 @@ def test_activation_checkpointing_is_a_policy_by_name(given, policy):
     ],
 )
 def test_an_unknown_checkpoint_policy_is_refused_with_the_nearest(given, nearest):
-    words = f"activation_checkpointing={given!r}: must be one of auto, none, every_<n>, selective, full with n a positive integer, or True"
+    names = "auto, none, matmuls, every_<n>, selective, full"
+    words = f"activation_checkpointing={given!r}: must be one of {names} with n a positive integer, or True"
     with refusal(words) as error:
         StrategyConfig(activation_checkpointing=given)
     assert not nearest or str(error.value).endswith(f"did you mean {nearest!r}?")

@@ -16,7 +16,7 @@ OFFLOAD_TIERS = ("auto", "none", "host", "disk")
 STAGE_INPUTS = ("saved", "recomputed")
 
 # How blocks recompute themselves, those that are named the cheapest in time first.
-CHECKPOINT_POLICIES = ("auto", "none", "every_<n>", "selective", "full")
+CHECKPOINT_POLICIES = ("auto", "none", "matmuls", "every_<n>", "selective", "full")
 
 
 def every_nth(policy: str) -> int | None:
@@ -51,8 +51,9 @@ class MemoryOptions:
         loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
             tokens at least. None: the logits of all tokens, in the copies that torch makes.
         activation_checkpointing: Which transformer blocks recompute their activations in the backward. "auto": as few as a step's predicted peak
-            allows by `memory_budget_gib`; none while it fits. "none". "selective": all of them, but never their
-            attention and its communication. "every_<n>": so each n-th block, from the first on. "full": all of them with their
+            allows by `memory_budget_gib`; none while it fits. "none". "matmuls": all of them, but never their
+            attention, its communication and products of matrices: norms, activations and such. "selective": these products too, but never the
+            attention. "every_<n>": so each n-th block, from the first on. "full": all of them with their
             attention, whose kernels and messages run twice. True is "selective", False is "none". Where "full" is not enough, "auto" goes on
             with MLPs in tiles and inputs that leave, as far as `mlp_tile_tokens` and `activation_offload` are at their defaults. With
             `activation_offload` "host" or "disk" it is "selective".

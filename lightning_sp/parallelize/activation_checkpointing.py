@@ -1,11 +1,15 @@
 """Activation checkpointing of transformer blocks, by a policy that may change from one step to the next.
 
     none        a block keeps its activations
+    matmuls     it keeps its input, the attention operator's results and those of matrix products (`weights.matmuls`); norms, activations
+                and all else are recomputed
     selective   it keeps its input, and the one attention operator with its saved tensors; the rest is recomputed in the backward
     every_<n>   selective in every n-th block, from the first on
     full        it keeps its input alone; the attention's kernels and messages run again
 
 Two more are those of "auto" alone: "full_tiled" is full with MLPs in tiles, and "full_offloaded" so with inputs that leave.
+
+A product's result that a block writes to in place cannot be kept.
 
 All but "full" repeat neither a kernel of the attention nor a message. Under "full" the backward begins each block's messages in the order of
 the blocks, the same on all ranks. Recomputation restores the random state of the forward, so dropout masks are the forward's.
@@ -16,25 +20,28 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.staged import SAVED_OPERATORS
-from lightning_sp.errors import text_of
+from lightning_sp.errors import SequenceParallelError, text_of
 from lightning_sp.global_view.compiled.front_end import FrontEnd
+from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.memory.memory_prediction import TILED, as_options, of_each_block
 from lightning_sp.parallelize.recomputation import in_the_same_dtype
 from lightning_sp.parallelize.tiled_mlp import MlpTiles
+from lightning_sp.weights.matmuls import KeptResults, is_kept
 
 # The attribute of a model that holds its `BlockCheckpoints`.
 _CHECKPOINTS = "_lightning_sp_checkpoints"
@@ -69,7 +76,7 @@ class BlockCheckpoints:
         tiles: MlpTiles | None = None,
     ) -> None:
         self.blocks = [without_compilation(block) for block in blocks]
-        # Of each block: "none", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
+        # Of each block: "none", "matmuls", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
         self.of_block = ["none"] * len(self.blocks)
         self.activations = ActivationBytes(len(self.blocks), tiles)
         self._asked: set[int] = set()
@@ -78,7 +85,10 @@ class BlockCheckpoints:
         self.use(policy)
 
     def use(self, policy: str) -> None:
-        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least."""
+        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least.
+
+        A block that was seen to write to a product's result keeps all in place of "matmuls".
+        """
         self.policy = policy
         if policy == "auto":
             policy = "measured" if self._measures else "none"
@@ -87,7 +97,9 @@ class BlockCheckpoints:
         if self.offload is not None and self.offload.waits:
             self.offload.is_on = policy == "full_offloaded"
         for number, how in enumerate(of_each_block(policy, len(self.blocks))):
-            self.of_block[number] = "selective" if how == "none" and number in self._asked else how
+            if how == "matmuls" and number in self.activations.writing:
+                how = "none"
+            self.of_block[number] = "selective" if how in ("none", "matmuls") and number in self._asked else how
 
     def can_tile(self, sees_whole: bool) -> list[bool]:
         """Return of each block whether a policy can let its MLPs run in tiles. In a step that sees whole sequences an MLP does, too."""
@@ -223,8 +235,10 @@ def _checkpointed(
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     forward = in_the_same_dtype(forward)
     recomputed = partial(checkpoint, use_reentrant=False)
-    if how == "selective":
-        recomputed = partial(recomputed, context_fn=_contexts)
+    if how in _CONTEXTS:
+        recomputed = partial(recomputed, context_fn=_CONTEXTS[how])
+    if how == "matmuls" and not torch.compiler.is_compiling():  # whose graphs write to nothing
+        recomputed = partial(_with_results_as_they_were, checkpoints.blocks[number])
     if (offload := checkpoints.offload) is None or not offload.is_on:
         return recomputed(forward, *args, **kwargs)
     return offload.run(recomputed, forward, args, kwargs)
@@ -235,8 +249,39 @@ def _saves(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# A module-level partial: under torch.compile the context function must be one.
-_contexts = partial(create_selective_checkpoint_contexts, _saves)
+def _saves_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator, args) else _saves(context, operator)
+
+
+# Module-level partials: under torch.compile the context function must be one.
+_CONTEXTS = {
+    "selective": partial(create_selective_checkpoint_contexts, _saves),
+    "matmuls": partial(create_selective_checkpoint_contexts, _saves_matmuls),
+}
+
+
+def _with_results_as_they_were(block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Checkpoint a block that keeps products' results, and refuse what writes to one: the backward would begin with what was written."""
+    kept = KeptResults()
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if kept.has_ended else kept:  # the first time; the others are the backward's
+            return forward(*args, **kwargs)
+
+    output = checkpoint(noted, *args, use_reentrant=False, context_fn=_CONTEXTS["matmuls"], **kwargs)
+    if kept.is_written:
+        raise SequenceParallelError(
+            f"activation_checkpointing='matmuls': {type(block).__name__} writes in place to what a linear layer or another matrix product gave, "
+            "which that policy keeps for the backward; write `x = x + y` for `x += y`, or use activation_checkpointing='selective'"
+        )
+    # What is behind the block may write to it.
+    output = tree_map_only(Tensor, lambda each: each.clone() if _own(each) in kept else each, output)
+    kept.end()
+    return output
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, SequenceTensor) else tensor
 
 
 @contextmanager

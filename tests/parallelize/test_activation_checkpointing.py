@@ -5,18 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, measured_step
 from lightning_sp.parallelize.tiled_mlp import TiledMLP
 from lightning_sp.testing import max_error
+from lightning_sp.weights.matmuls import is_kept, least_inner_size
 from tests.parallelize import checkpointing_ranks as ranks
 
+aten = torch.ops.aten
 LAYOUTS = {
     "ulysses": dict(ulysses_size=2),
     "ring": dict(ring_size=2),
     "ring, network": dict(ring_size=2, ring_transport="network"),
 }
-POLICIES = ("none", "selective", "every_2", "full")
+POLICIES = ("none", "matmuls", "selective", "every_2", "full")
 
 
 def same_bits(actual, expected, case):
@@ -45,7 +49,8 @@ def test_every_policy_gives_the_same_bits_and_those_of_one_process(pools, layout
             same_bits(found, plain, (layout, policy))
             times = 2 if policy == "full" else 1
             assert found["kernels"] == times * plain["kernels"] > 0, policy
-        assert [each["of_block"] for each in others] == [["selective"] * 2, ["selective", "none"], ["full"] * 2]
+        of_blocks = [["matmuls"] * 2, ["selective"] * 2, ["selective", "none"], ["full"] * 2]
+        assert [each["of_block"] for each in others] == of_blocks
 
 
 @pytest.mark.parametrize(
@@ -82,7 +87,7 @@ class OwnDtype(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("policy", ["matmuls", "selective", "full"])
 @pytest.mark.parametrize("tiles", [False, True])
 def test_a_block_is_recomputed_in_the_default_dtype_of_its_forward(policy, dtype, tiles):
     found = []
@@ -105,6 +110,130 @@ def test_a_block_is_recomputed_in_the_default_dtype_of_its_forward(policy, dtype
     (out, grad), (again, grad_again) = found
     assert torch.equal(out, again) or tiles
     torch.testing.assert_close(grad_again, grad)
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+class Mlp(nn.Module):
+    """A block with two products of its width, two of a low rank, and a sum that may be written in place."""
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+        self.a, self.b = nn.Linear(32, 4, bias=False), nn.Linear(4, 32, bias=False)
+        self.in_place = in_place
+
+    def forward(self, x):
+        y = self.down(torch.tanh(self.up(x)))
+        if self.in_place:
+            y += x
+        return torch.sin(y + self.b(self.a(x)))
+
+
+def stepped(policy, **options):
+    """Return the output, the gradients and the products of one step of two blocks."""
+    torch.manual_seed(3)
+    blocks = [Mlp(**options), Mlp(**options)]
+    model, x = nn.Sequential(*blocks), torch.randn(1, 5, 32)
+    checkpoint_blocks(model, blocks, policy)
+    with Products() as products:
+        out = model(x)
+        out.sum().backward()
+    return out.detach(), [each.grad for each in model.parameters()], products.number
+
+
+def test_products_that_cost_more_than_their_bytes_are_computed_once():
+    out, grads, plain = stepped("none")
+    for policy, again in (("matmuls", 2 * 1), ("selective", 2 * 4)):
+        found, found_grads, products = stepped(policy)
+        assert torch.equal(found, out)
+        assert all(map(torch.equal, found_grads, grads))
+        assert products == plain + again, policy  # of a rank of 4 the product is computed again, and its input kept
+
+
+@pytest.mark.parametrize(
+    ("operator", "shapes", "kept"),
+    [
+        (aten.mm, [(5, 16), (16, 3)], True),
+        (aten.mm, [(5, 15), (15, 3)], False),
+        (aten.addmm, [(3,), (5, 16), (16, 3)], True),
+        (aten.addmm, [(30,), (5, 15), (15, 30)], False),
+        (aten.bmm, [(2, 5, 16), (2, 16, 3)], True),
+        (aten.convolution, [(1, 4, 9), (6, 4, 4)], True),
+        (aten.convolution, [(1, 4, 9), (6, 4, 3)], False),
+        (aten.add, [(5, 16), (5, 16)], False),
+    ],
+)
+def test_products_are_kept_by_their_inner_size(operator, shapes, kept):
+    overload = operator.Tensor if operator is aten.add else operator.default
+    assert is_kept(overload, [torch.ones(shape) for shape in shapes]) == kept
+
+
+def test_on_a_gpu_a_product_is_kept_that_costs_as_much_as_the_bytes_of_its_result():
+    assert [least_inner_size(torch.device(name)) for name in ("cuda", "cpu")] == [512, 16]
+
+
+def test_a_block_that_writes_to_a_products_result_is_refused_by_name():
+    with pytest.raises(SequenceParallelError, match=r"'matmuls': Mlp writes in place .*='selective'"):
+        stepped("matmuls", in_place=True)
+    out, grads, _ = stepped("none", in_place=True)
+    found, found_grads, _ = stepped("selective", in_place=True)
+    assert torch.equal(found, out)
+    assert all(map(torch.equal, found_grads, grads))
+
+
+class Heads(nn.Module):
+    """A block that returns a product, and what it makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y, (y * y).sum(-1)
+
+
+def test_what_a_block_returns_may_be_written_to_behind_it():
+    found = []
+    for policy in ("none", "matmuls"):
+        torch.manual_seed(3)
+        block, x = Heads(), torch.randn(1, 5, 32)
+        checkpoint_blocks(block, [block], policy)
+        y, squares = block(x)
+        if policy == "matmuls":
+            y.add_(1)  # a plain step may not: the product is saved there
+        (squares.sum() + y.sum()).backward()
+        found.append(block.linear.weight.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_auto_lets_a_block_keep_all_that_was_seen_to_write_to_a_products_result(in_place):
+    torch.manual_seed(3)
+    blocks = [Mlp(in_place=in_place), Mlp()]
+    model = nn.Sequential(*blocks)
+    checkpoints = checkpoint_blocks(model, blocks, "auto")
+    with measured_step(model, 5):
+        model(torch.randn(1, 5, 32)).sum().backward()
+    step = checkpoints.activations.step
+    assert step is not None
+    first, second = step.blocks
+    # Of its width and of twice that, and what goes between the two of rank 4; the input of the block.
+    assert second.under("matmuls") == 5 * (32 + 64 + 32 + 4) * 4
+    assert first.under("matmuls") == (first.kept if in_place else second.under("matmuls"))
+    checkpoints.use("matmuls")
+    assert checkpoints.of_block == ["none" if in_place else "matmuls", "matmuls"]
 
 
 def test_full_repeats_the_exchanges_of_a_forward(pools):

@@ -82,7 +82,8 @@ class FrontEnd:
 
     @contextmanager
     def recomputing(self, how: str) -> Iterator[None]:
-        """Let graphs that run meanwhile compute again in their backward what they need: "full" all of it, "selective" not the attention."""
+        """Let graphs that run meanwhile compute again in their backward what they need: "full" all of it, "selective" not the attention,
+        "matmuls" neither that nor products of matrices."""
         before, self._recomputes = self._recomputes, how
         try:
             yield

@@ -49,7 +49,7 @@ class Run(Protocol):
 
     @property
     def recomputes(self) -> str:
-        """What the backward computes again: "full", "selective", or empty for what the backend chooses."""
+        """What the backward computes again: "full", "selective", "matmuls", or empty for what the backend chooses."""
 
     def buffers(self) -> set[int]:
         """Return the ids of the buffers of the module that runs."""

@@ -249,9 +249,30 @@ MEMORY = (
     fault(
         "full checkpointing that keeps the attention",
         "parallelize/activation_checkpointing.py",
-        'if how == "selective":',
-        'if how in ("selective", "full"):',
+        "context_fn=_CONTEXTS[how])",
+        'context_fn=_CONTEXTS["selective"])',
         f"{CHECKPOINTS}::test_full_repeats_the_exchanges_of_a_forward",
+    ),
+    fault(
+        "a product's result that is kept, and was written to",
+        "parallelize/activation_checkpointing.py",
+        "    if kept.is_written:\n",
+        "    if False:\n",
+        f"{CHECKPOINTS}::test_a_block_that_writes_to_a_products_result_is_refused_by_name",
+    ),
+    fault(
+        "writes that are told by a count, which a view of linear's has not",
+        "weights/matmuls.py",
+        "self.storages and operator._schema.is_mutable",
+        "False",
+        f"{CHECKPOINTS}::test_a_block_that_writes_to_a_products_result_is_refused_by_name",
+    ),
+    fault(
+        "a block that writes to a product's result, whose products auto keeps",
+        "parallelize/activation_checkpointing.py",
+        'if how == "matmuls" and number in self.activations.writing:',
+        "if False:",
+        f"{CHECKPOINTS}::test_auto_lets_a_block_keep_all_that_was_seen_to_write_to_a_products_result[True]",
     ),
     fault(
         "a model's own checkpointing beside the strategy's",

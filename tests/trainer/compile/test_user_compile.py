@@ -27,7 +27,7 @@ CASES = [
     dict(
         model="gpt",
         how="block.compile()",
-        strategy=dict(**ULYSSES, compile=True, activation_checkpointing=True, preflight=False),
+        strategy=dict(**ULYSSES, compile=True, activation_checkpointing="matmuls", preflight=False),
     ),
     dict(
         model="hugging face",

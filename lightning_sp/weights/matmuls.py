@@ -1,0 +1,105 @@
+"""Products of matrices whose results a checkpoint keeps: they cost more to compute again than what else a block computes, for each byte.
+
+    (m, k) x (k, n)      2 k operations for each of m n numbers
+    all else             a few, and each number is read and written once or twice
+
+An H100 does 700 operations in bfloat16 in the time in which it reads or writes a byte, so that a product of k = 512 costs as much as reading
+and writing its result. Those of a smaller k, of LoRA or of heads by hand say, are computed again. Source: selective checkpoints by cost,
+Korthikanti et al., arXiv:2205.05198, section 5; the H100's datasheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+_aten = torch.ops.aten
+# Of each operator the argument whose last dim is k.
+_LEFT = {
+    _aten.mm.default: 0,
+    _aten.bmm.default: 0,
+    _aten.addmm.default: 1,
+    _aten.baddbmm.default: 1,
+    _aten._scaled_mm.default: 0,
+    _aten._grouped_mm.default: 0,
+}
+_CONVOLUTION = _aten.convolution.default
+_LEAST_ON_GPU, _LEAST = 512, 16
+
+
+def is_kept(operator: Any, args: Any) -> bool:
+    """Return whether a checkpoint that keeps products keeps this one's result. Pure.
+
+    Args:
+        operator: of torch's, an overload.
+        args: of the call.
+    """
+    if operator in _LEFT:
+        left = args[_LEFT[operator]]
+        size = left.shape[-1]
+    elif operator is _CONVOLUTION:
+        left = args[0]
+        size = args[1][0].numel()
+    else:
+        return False
+    # Of a tensor that stands for others nobody sees whether it is written to.
+    return not is_traceable_wrapper_subclass(left) and bool(size >= least_inner_size(left.device))
+
+
+def least_inner_size(device: torch.device) -> int:
+    """Return the k from which on a product is kept on a device."""
+    return _LEAST_ON_GPU if device.type == "cuda" else _LEAST
+
+
+class KeptResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The memory that products give while this is entered, and whether it is written to.
+
+    A count of writes does not tell: `linear` without a bias gives a tensor with a count of its own in the product's memory.
+
+    Attributes:
+        storages: of the results.
+        is_written: whether something was written to one.
+        has_ended: whether it is entered no more.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.is_written, self.has_ended = False, False
+
+    def __contains__(self, tensor: Any) -> bool:
+        """Return whether a tensor is in the memory of a result."""
+        return not is_traceable_wrapper_subclass(tensor) and _key(tensor) in self.storages
+
+    def end(self) -> None:
+        """Let go of the memory."""
+        self.storages.clear()
+        self.has_ended = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._note(func, args, kwargs or {}, made)
+        return made
+
+    def _note(self, operator: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
+        if is_kept(operator, args):
+            self.storages[_key(made)] = made.untyped_storage()
+        elif self.storages and operator._schema.is_mutable:
+            self.is_written |= any(_key(each) in self.storages for each in _written(operator, args, kwargs))
+
+
+def _key(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written(operator: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    for number, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            yield from (
+                each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, Tensor)
+            )

@@ -249,9 +249,16 @@ MEMORY = (
     fault(
         "full checkpointing that keeps the attention",
         "parallelize/activation_checkpointing.py",
-        "context_fn=_CONTEXTS[how])",
-        'context_fn=_CONTEXTS["selective"])',
+        '    "matmuls": partial(',
+        '    "full": partial(create_selective_checkpoint_contexts, _saves),\n    "matmuls": partial(',
         f"{CHECKPOINTS}::test_full_repeats_the_exchanges_of_a_forward",
+    ),
+    fault(
+        "products that are computed twice, where their results were to be kept",
+        "parallelize/activation_checkpointing.py",
+        "    return CheckpointPolicy.MUST_SAVE if is_kept(operator, args) else _saves(context, operator)\n",
+        "    return _saves(context, operator)\n",
+        f"{CHECKPOINTS}::test_products_that_cost_more_than_their_bytes_are_computed_once",
     ),
     fault(
         "a product's result that is kept, and was written to",

@@ -206,13 +206,14 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         trainer = self._module.trainer
         self._show_as_known()
         local = self._carried(partial(self._sharded, batch))
+        self._evaluated.advance(trainer, dataloader_idx)
         if self._info.is_whole and self.sequence_parallel_size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
             self._offer(batch)
             evaluated = loops.evaluated_step(trainer), dataloader_idx
-            self._first_evaluations.offer(batch, evaluated, padded=self._info.is_padded)
-        self._evaluated.advance(trainer, dataloader_idx)
+            begins = bool(evaluated[0]) and self._evaluated.begins
+            self._first_evaluations.offer(batch, evaluated, begins=begins, padded=self._info.is_padded)
         self._before_hooks()
         local = self._handed.note(self._moved(local, self._info, device, dataloader_idx))
         if self._info.balance is not None:
@@ -271,7 +272,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         if kept is not None and not self.sees_whole_sequences:
             whole = partial(self._whole_output, does="training_step keeps")
             self._steps.context.keeps_in_training = kept.replace_or_leave(whole)
-        if output is None or not self._module.automatic_optimization:
+        if output is None or not self._module.automatic_optimization or loops.skips_backward(trainer):
             self._steps.end_without_backward()
         return output
 

@@ -48,6 +48,7 @@ class Step:
         checked_padding_masks: explicit masks, with their versions, that were found equal to the batch's padding mask.
         dropout_calls: numbers of the attention calls with dropout.
         whole_calls: likewise of the modules that run whole on every rank.
+        logs_new: whether it logs under a name that no trial has compared.
         masks: by (sequence of the queries, sequence of the keys, causal), sequences by number; built and checked once for all layers.
     """
 
@@ -68,6 +69,7 @@ class Step:
     checked_padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
     dropout_calls: DropoutCalls = field(default_factory=DropoutCalls)
     whole_calls: WholeCalls = field(default_factory=WholeCalls)
+    logs_new: bool = False
     masks: dict[tuple[int, int, bool], AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +116,8 @@ class SequenceContext:
         self.sums_over_groups: bool | None = None
         # Of the sums that a step logs, by the step's name and theirs, whether the ranks of a sequence have one together, or each a part of it.
         self.logged_once: dict[str, dict[str, bool]] = {}
+        # The names under which training_step logs in trials that compare them; None before the first.
+        self.logged_names: frozenset[str] | None = None
         # Numbers that training_step logs, each rank its own, which agreed in a trial, and may have done so by chance.
         self.watched_numbers: frozenset[str] = frozenset()
         # Whether training_step leaves tensors of tokens in lists and dicts of the module, for a hook at the epoch's end.

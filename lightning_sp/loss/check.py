@@ -32,7 +32,8 @@ _OF_WHOLE_ROWS = 1e-2
 class _Comparison(NamedTuple):
     """A loss that is being compared between ranks.
 
-    Its values: the loss, a sum over the losses of rows, 1 where the loss is not finite, and 1 where it is made of new operations.
+    Its values: the loss, a sum over the losses of rows, 1 where the loss is not finite, and 1 where it is made of new operations, or its step
+    logs a number that none before did.
     """
 
     spread: comm.Spread
@@ -87,7 +88,9 @@ class LossCheck:
         # Batches with images run towers, which a short crop may not let be told from the sequence.
         self._with_others |= bool(step.batch.other_inputs)
         is_followed = not step.batch.is_whole and not self._with_others
-        is_new = is_followed and self._operations.add(loss, is_tried=is_tried or self._first)
+        is_new = is_followed and (
+            self._operations.add(loss, is_tried=is_tried or self._first) or (step.logs_new and not is_tried)
+        )
         compared = _compare(
             loss, step, mesh, tolerance=_OF_WHOLE_ROWS if step.batch.is_whole else tolerance, is_new=is_new
         )

@@ -73,6 +73,7 @@ def try_first_batch(
     counters: Sequence[Counter] = (),
     seen_tokens: int | None = None,
     cut_is_untried: bool = False,
+    with_numbers: bool = False,
 ) -> TriedBatch:
     """Compare training_step on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -89,6 +90,7 @@ def try_first_batch(
         counters: the user's numbers that have counted batches, not yet tried as later in the run.
         seen_tokens: as `TriedBatch` had it before.
         cut_is_untried: a batch of this rank is cut at other places than those that were tried.
+        with_numbers: what the step logs is compared after steps, too: it may have logged what none before did.
 
     Raises:
         SequenceParallelError: they differ, or the step cannot run on a crop; nothing was compared, and entries were split by their shapes.
@@ -98,7 +100,8 @@ def try_first_batch(
             rank_zero_info(f"preflight: skipped, for {why}")
         return TriedBatch({}, cuts_alike=True)
     inferred = _inferred(batch, options)
-    trial = partial(_compare, batch, runner, run, config, options, in_float32, monitored)
+    shown = monitored if with_numbers or not after else None
+    trial = partial(_compare, batch, runner, run, config, options, in_float32, shown)
     try:
         found, tried = trial(
             after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens, cut_is_untried=cut_is_untried
@@ -120,7 +123,7 @@ def _compare(
     config: StrategyConfig,
     options: ShardOptions,
     in_float32: Callable[[], AbstractContextManager[None]] | None,
-    monitored: Collection[str],
+    monitored: Collection[str] | None,
     *,
     after: int,
     may_retry: bool,
@@ -142,8 +145,7 @@ def _compare(
 
     def compared(crop: Crop, own: Crop) -> Agreement | None:
         read = partial(_read_ahead, crop, options, runner, run, tries_global_view=config.tries_global_view)
-        trial = tried_on(crop, own)
-        return _run_again(trial, after, read, counters) if after else run_preflight(trial, monitored, read, counters)
+        return _run(tried_on(crop, own), after, read, counters, monitored)
 
     try:
         larger = [] if wanted else [partial(each, batch, cut, options, config) for each in LARGER]
@@ -228,11 +230,19 @@ def _read_ahead(
         check_part_indices(crop, options, runner, run, "training_step")
 
 
-def _run_again(trial: Trial, after: int, read: Callable[[], None], counters: Sequence[Counter]) -> Agreement | None:
-    """Compare after some optimizer steps. In 16 bits a difference may be what rounding makes of small gradients: it is said, not refused."""
+def _run(
+    trial: Trial,
+    after: int,
+    read: Callable[[], None],
+    counters: Sequence[Counter],
+    monitored: Collection[str] | None,
+) -> Agreement | None:
+    """Compare; in 16 bits and after some steps a difference may be what rounding makes of small gradients: it is said, not refused."""
+    if not after:
+        return run_preflight(trial, monitored, read, counters)
     try:
         trial = replace(trial, crop=f"{trial.crop} after {after} optimizer steps")
-        return run_preflight(trial, read_padding=read, counters=counters)
+        return run_preflight(trial, monitored, read_padding=read, counters=counters)
     except TrialFailedError:
         raise
     except SequenceParallelError as error:

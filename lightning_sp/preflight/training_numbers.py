@@ -35,6 +35,7 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
         SequenceParallelError: a monitored number is not that of one device.
         AttributesDifferError: an attribute is not, with `may_retry`.
     """
+    trial.context.logged_names = (trial.context.logged_names or frozenset()) | sharded.numbers.keys()
     loss = None if sharded.loss is None else float(sharded.loss.detach())
     others = any(number.value != loss or number.reduced == "sum" for number in sharded.numbers.values())
     if not any(comm.gather_objects(others, trial.control_group)):

@@ -145,7 +145,7 @@ class TriedSteps(CarriedSteps, ABC):
 
             with self._tried(of_index) as run, shown_again(self._module, then, schedules):
                 trial = partial(try_first_batch, batch, self._steps, run, config=self.config, options=options)
-                told = dict(known)
+                told = {**known, "with_numbers": then is not None}
                 if first and reads_batch_index(self._module):
                     most = self._module.trainer.num_training_batches - 1
                     last = int(most) if math.isfinite(most) else None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.hooks.batch_end_hooks import BatchEnd
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
+from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.loops import names_of_sum
 
@@ -154,8 +155,27 @@ class CurrentSequence:
         with (
             self._sums.of_step(self._module, logged_once, mesh),
             self._watched.of_step(self._module, watched, mesh, self._steps.device),
+            self._follow_names() if trains and context.trial_seed is None else nullcontext(),
         ):
             return step(self, *args, **kwargs)
+
+    @contextmanager
+    def _follow_names(self) -> Iterator[None]:
+        """Note whether a training step logs under a name that no trial has compared: each name once."""
+        context, log = self._steps.context, self._module.log
+        known, step = context.logged_names, context.step
+        if known is None or step is None or step.batch.layout.size == 1:
+            yield
+            return
+
+        def note(*args: Any, **kwargs: Any) -> None:
+            name = given_to_log(args, kwargs).get("name")
+            step.logs_new |= name not in (context.logged_names or ())
+            context.logged_names = frozenset({*(context.logged_names or ()), str(name)})
+            log(*args, **kwargs)
+
+        with replaced_log(self._module, note):
+            yield
 
     @property
     def _steps(self) -> StepRunner:

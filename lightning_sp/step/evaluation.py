@@ -22,6 +22,11 @@ class EvaluationProgress:
         first = loop.batch_progress.current.ready == 0 or dataloader_idx != self._loader
         self._loader, self._batch = dataloader_idx, 0 if first else self._batch + 1
 
+    @property
+    def begins(self) -> bool:
+        """Whether the batch in progress is its loader's first."""
+        return self._batch == 0
+
     def is_filler(self, trainer: Any) -> bool:
         """Return whether all samples of the batch in progress belong to another rank."""
         loaders = evaluation_loop(trainer)._combined_loader

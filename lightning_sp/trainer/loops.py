@@ -78,6 +78,11 @@ def forget_loaders(trainer: Trainer) -> None:
         loop._combined_loader = None
 
 
+def skips_backward(trainer: Any) -> bool:
+    """Return whether a training step is followed by no backward: an average's further epoch, for the statistics of its batch norms."""
+    return bool(trainer.fit_loop._skip_backward)
+
+
 def is_update(trainer: Trainer) -> bool:
     """Return whether an optimizer steps behind the micro-batch in progress; by hand it may behind each."""
     return not trainer.fit_loop._should_accumulate()

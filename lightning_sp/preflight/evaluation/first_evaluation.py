@@ -5,6 +5,7 @@ Of validation and test the numbers, of a prediction what the step returns. Autoc
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ from lightning_sp.preflight.numbers import (
 )
 from lightning_sp.step.runner import StepRunner
 
+# Of the evaluations in a fit so many are each compared.
+_EACH = 4
 InFloat32 = Callable[[], AbstractContextManager[None]]
 
 
@@ -227,19 +230,34 @@ class FirstEvaluationBatches:
         self._padded: set[tuple[str, int]] = set()
         self._first: FirstOfLoader | None = None
         self._keeping: set[str] = set()
+        self._begun: Counter[tuple[str, int]] = Counter()
 
     def expect(self, *, sharded: bool) -> None:
         """Begin a run, on parts of sequences or on whole ones."""
         self._due = self._config.preflight and sharded
         self._compared, self._padded, self._first = set(), set(), None
         self._keeping = set()
+        self._begun = Counter()
 
     def keeps(self, name: str) -> bool:
         """Return whether a step keeps tensors for later that are one device's when they are whole; the same on all ranks."""
         return name in self._keeping
 
-    def offer(self, batch: Any, loader: tuple[str, int], *, padded: bool = False) -> None:
-        """Remember a loader's first batch, and the first padded one; the loader is the step's name, empty in training, and its number."""
+    def offer(self, batch: Any, loader: tuple[str, int], *, begins: bool = False, padded: bool = False) -> None:
+        """Remember a loader's first batch, and the first padded one.
+
+        Args:
+            batch: as the loader gave it.
+            loader: the step's name, empty in training, and its number.
+            begins: whether an evaluation begins with it: what a step shows may begin at a later epoch. Of the first four, the 8th, the 16th
+                and so on it is remembered.
+            padded: whether it is padded.
+        """
+        if begins:
+            self._begun[loader] += 1
+            times = self._begun[loader]
+            if times <= _EACH or times & (times - 1) == 0:
+                self._compared.discard(loader)
         if self._due and loader[0] and (loader not in self._compared or (padded and loader not in self._padded)):
             self._compared.add(loader)
             if padded:

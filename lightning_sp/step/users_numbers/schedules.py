@@ -1,9 +1,10 @@
 """Numbers of the user's own that stay as they are for some batches and then change: an epoch, a mask's length, a phase that a callback sets.
 
     if self.current_epoch >= 5: labels[:, : self.skipped] = -100      no operation of the loss is new, and no step before did it
+    if batch["task"] == "reversed": ids = ids.flip(1)                 nor here
 
 So do modules that a hook changes, a batch norm that is to train from now on, a hook or a forward put in another's place; and a batch of other
-entries. A trial of the step in which they change shows what the others could not.
+entries, or of a task that none before had. A trial of the step in which they change shows what the others could not.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _RUN, _MODULES, _BATCH = -1, -2, -3
 # The first changes are each told; then the 8th, the 16th, the 32nd, and so on.
 _EACH = 4
+# Of an entry that says which task a batch has so many values are each told: one that has more counts or names samples.
+_MOST_TASKS = 4
 
 
 class _Added(NamedTuple):
@@ -52,13 +55,14 @@ class Schedules:
         self._since: dict[tuple[int, Any], int] = {}  # the batch before which a number became what it is
         self._added: dict[tuple[int, Any], _Added] = {}
         self._told: set[tuple[int, Any]] = set()
+        self._tasks: dict[str, set[Any]] = {}  # values of the entries of batches so far
         self._changes = 0
 
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
         self._owners = owners_of_numbers(trainer)
         self._batches, self._batch, self._last, self._before, self._since = 0, None, {}, {}, {}
-        self._added, self._told, self._changes = {}, set(), 0
+        self._added, self._told, self._tasks, self._changes = {}, set(), {}, 0
 
     def have_changed(self, trainer: Any, batch: Any) -> bool:
         """Return whether one has before this training batch, and is to be told; once for a batch, which may be handed over twice."""
@@ -67,7 +71,7 @@ class Schedules:
         self._batches, self._batch, self._before = self._batches + 1, batch, dict(self._last)
         # What each optimizer step adds to is a counter, too.
         stays = _STAYS * trainer.accumulate_grad_batches
-        changed = False
+        changed = self._has_new_task(batch)
         for index, numbers in (*self._read(trainer), (_BATCH, _structure(batch))):
             before, self._last[index] = self._last.get(index, {}), numbers
             if before == numbers:
@@ -80,6 +84,16 @@ class Schedules:
                     self._since[index, name] = self._batches
                     self._note_added((index, name), before[name], value)
         return self._is_told(changed)
+
+    def _has_new_task(self, batch: Any) -> bool:
+        """Return whether an entry says what none before it has; the first batch is tried by itself."""
+        found = False
+        for name, value in _tasks(batch).items():
+            known = self._tasks.setdefault(name, set())
+            found |= value not in known and len(known) < _MOST_TASKS
+            if len(known) < _MOST_TASKS:
+                known.add(value)
+        return found and self._batches > 1
 
     def have_changed_in_hooks(self, trainer: Any) -> bool:
         """Return whether one has since the batch in progress was handed over, and is to be told: a hook at its start has set a phase."""
@@ -148,6 +162,23 @@ def _is_of_user(function: Any) -> bool:
     while isinstance(function, partial):
         function = function.func
     return is_file_of_user(getattr(function, "__module__", None) or type(function).__module__)
+
+
+def _tasks(batch: Any) -> dict[str, Any]:
+    """Return the entries that say one thing of all of a batch's rows: a text, a flag, a whole number, or as many alike as there are rows."""
+    found = {}
+    for name, each in (entries_of(batch) or {}).items():
+        value = each
+        if isinstance(each, Tensor):
+            is_flag = each.device.type == "cpu" and each.dim() <= 1 and not each.is_floating_point() and each.numel()
+            value = each.flatten()[0].item() if is_flag and bool((each == each.flatten()[0]).all()) else None
+        elif isinstance(each, (list, tuple)):
+            value = (
+                each[0] if each and type(each[0]) in (str, bool, int) and all(one == each[0] for one in each) else None
+            )
+        if type(value) in (str, bool, int):
+            found[name] = value
+    return found
 
 
 def _structure(batch: Any) -> dict[str, Any]:

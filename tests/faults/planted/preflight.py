@@ -21,6 +21,36 @@ COUNTED = "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a
 
 PREFLIGHT = (
     fault(
+        "whole weights that stay behind a step without a backward, and hide what an optimizer steps",
+        "strategy.py",
+        " or loops.skips_backward(trainer):\n",
+        ":\n",
+        "tests/trainer/test_swa_batch_norm.py::test_the_weights_behind_an_epoch_without_a_backward_are_one_devices",
+    ),
+    fault(
+        "a number that a training step logs late, shown as rank 0's part has it",
+        "loss/check.py",
+        " or (step.logs_new and not is_tried)\n",
+        "\n",
+        "tests/preflight/test_late_numbers.py::test_a_number_that_is_logged_late_is_compared_behind_its_step[second batch-2]",
+        "tests/preflight/test_late_numbers.py::test_a_number_that_is_logged_late_is_compared_behind_its_step[second epoch-3]",
+    ),
+    fault(
+        "what an evaluation does from a later epoch on, never compared",
+        "preflight/evaluation/first_batch.py",
+        "            if times <= _EACH or times & (times - 1) == 0:\n",
+        "            if False:\n",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[other tokens]",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[another number]",
+    ),
+    fault(
+        "a batch of a task that none before had, trained on untried",
+        "step/users_numbers/schedules.py",
+        "        changed = self._has_new_task(batch)\n",
+        "        changed = False\n",
+        "tests/step/users_numbers/test_schedules.py::test_a_batch_of_another_task_is_tried_before_its_step",
+    ),
+    fault(
         "a step whose own generators draw, compared from one seed alone",
         "preflight/run.py",
         "        _run_with_other_draws(trial, any(draws))\n",

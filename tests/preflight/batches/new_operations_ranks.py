@@ -70,7 +70,8 @@ class Cut(Late):
 def rows(kind: str) -> list[dict[str, Tensor]]:
     """Return rows for 8 steps; of "long" ones those of step 4 alone say so."""
     made = list(TokenDataset(16))
-    lengths = [32 if kind != "long" or index // 2 == BEGINS else 16 for index in range(16)]
+    # Two rows of a batch have other lengths: one that all rows share would be told before the step.
+    lengths = [(32 if kind != "long" or index // 2 == BEGINS else 16) - index % 2 for index in range(16)]
     return [{**row, "lengths": torch.tensor(length)} for row, length in zip(made, lengths, strict=True)]
 
 

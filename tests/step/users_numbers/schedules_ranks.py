@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
+from tests.flows.tiny import VOCABULARY, llama, rows
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
 
@@ -67,3 +68,40 @@ def fit(kind: str) -> dict[str, Any]:
     except SequenceParallelError as refusal:
         error = str(refusal)
     return {"error": error, "steps": trainer.global_step}
+
+
+class OfTasks(pl.LightningModule):
+    """Each batch says its task; of one the tokens are turned around."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama(num_hidden_layers=1)
+        self.losses: list[float] = []
+        self.is_whole: list[bool] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, targets = batch["input_ids"], batch["shift_labels"]
+        if batch["task"] == "turned":
+            ids, targets = ids.roll(3, 1), targets.roll(3, 1)
+        return F.cross_entropy(self.model(ids).logits.view(-1, VOCABULARY), targets.flatten())
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+        self.is_whole.append(getattr(self.trainer.strategy, "sees_whole_sequences", True))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _one_row(samples: Any) -> dict[str, Any]:
+    return {name: value[None] if isinstance(value, Tensor) else value for name, value in samples[0].items()}
+
+
+def of_tasks(world: int) -> tuple[list[float], list[bool]]:
+    """Return the losses of four steps, of which the third is of another task, and which of them saw whole sequences."""
+    samples = [{**row, "task": "turned" if number == 2 else "plain"} for number, row in enumerate(rows(4, 16))]
+    torch.manual_seed(3)
+    module = OfTasks()
+    strategy = {"ring_size": world, "global_view": "auto"}
+    quiet_trainer(world, strategy=strategy).fit(module, DataLoader(samples, collate_fn=_one_row))
+    return module.losses, module.is_whole

@@ -69,6 +69,29 @@ def test_modules_that_a_hook_changes_and_batches_of_other_entries_are_told():
     assert [index for index, each in enumerate(found) if each] == [4, 7]
 
 
+TASKS = {
+    "a text": ["plain", "other"],
+    "a flag": [torch.tensor(False), torch.tensor(True)],
+    "rows alike": [torch.tensor([3, 3]), torch.tensor([4, 4])],
+    "texts alike": [["plain", "plain"], ["other", "other"]],
+}
+
+
+@pytest.mark.parametrize("kind", TASKS)
+def test_a_batch_of_a_task_that_none_before_had_is_told_once(kind):
+    _, trainer, schedules = followed()
+    first, second = TASKS[kind]
+    batches = [{"x": torch.zeros(2, 3), "task": each} for each in (first, first, second, first, second)]
+    assert [schedules.have_changed(trainer, each) for each in batches] == [False, False, True, False, False]
+
+
+def test_an_entry_that_numbers_batches_is_told_three_times():
+    _, trainer, schedules = followed()
+    batches = [{"x": torch.zeros(2, 3), "index": number, "grades": torch.tensor([number, 1])} for number in range(9)]
+    found = [schedules.have_changed(trainer, each) for each in batches[2:]]
+    assert found == [False, True, True, True, False, False, False]
+
+
 def test_a_step_is_shown_the_numbers_that_it_began_with():
     model, trainer, schedules = followed()
     model.seen_batches, model.table, model.tensor = [], {"loss": 1.0}, torch.zeros(())
@@ -145,3 +168,10 @@ def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind):
         assert f"after {step} optimizer steps gives another result on shards than whole" in found["error"]
         assert found["steps"] == step
+
+
+def test_a_batch_of_another_task_is_tried_before_its_step(pools):
+    ((expected, _),) = pools(1).run(ranks.of_tasks, 1)
+    for losses, is_whole in pools(2).run(ranks.of_tasks, 2):
+        assert is_whole == [False, False, True, True]
+        assert losses == pytest.approx(expected, rel=1e-6)

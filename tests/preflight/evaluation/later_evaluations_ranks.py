@@ -1,0 +1,52 @@
+"""What each rank runs in test_later_evaluations.py: validations that read other tokens, or log one more number, from an epoch on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.flows.tiny import Tuned, llama, rows
+from tests.trainer.tiny import quiet_trainer
+
+
+class Later(Tuned):
+    """Its second validation does what the first does not: its cross entropy is one number on all ranks, right or wrong."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(llama(num_hidden_layers=1))
+        self.kind = kind
+        self.found: list[dict[str, float]] = []
+
+    def loss(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(ids).logits.flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch["input_ids"], batch["shift_labels"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        ids, targets, begun = batch["input_ids"], batch["shift_labels"], self.current_epoch == 1
+        if self.kind == "other tokens" and begun:
+            ids, targets = ids.roll(3, 1), targets.roll(3, 1)
+        self.log("loss", self.loss(ids, targets))
+        if self.kind == "another number" and begun:
+            self.log("largest", self.model(ids).logits.amax((1, 2)).mean())
+
+    def on_validation_end(self) -> None:
+        self.found.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
+
+
+def fit(world: int, kind: str) -> list[dict[str, float]]:
+    """Return the numbers of two validations."""
+    torch.manual_seed(3)
+    module, loader = Later(kind), DataLoader(rows(4, 16), batch_size=2)
+    monitor = pl.callbacks.EarlyStopping("loss", patience=5)
+    trainer = quiet_trainer(
+        world, strategy={"ring_size": world, "global_view": "auto"}, max_epochs=2, callbacks=[monitor]
+    )
+    trainer.fit(module, loader, loader)
+    return module.found

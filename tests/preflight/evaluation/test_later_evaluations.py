@@ -1,0 +1,17 @@
+"""What a validation does from an epoch on is compared then: a first one could not show it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.preflight.evaluation import later_evaluations_ranks as ranks
+
+
+@pytest.mark.parametrize("kind", ["other tokens", "another number"])
+def test_a_later_validation_shows_what_one_device_shows(pools: Any, kind: str):
+    (expected,) = pools(1).run(ranks.fit, 1, kind)
+    assert len(expected[1]) == 1 + (kind == "another number")
+    for found in pools(2).run(ranks.fit, 2, kind):
+        assert found == [pytest.approx(each, rel=1e-6) for each in expected]

@@ -37,7 +37,7 @@ PREFLIGHT = (
     ),
     fault(
         "what an evaluation does from a later epoch on, never compared",
-        "preflight/evaluation/first_batch.py",
+        "preflight/evaluation/first_evaluation.py",
         "            if times <= _EACH or times & (times - 1) == 0:\n",
         "            if False:\n",
         "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[other tokens]",

@@ -318,6 +318,9 @@ LINE_CASES: dict[str, Case] = {
     "a relative shift": relative_shift,
     "negatives": negatives,
     "a cache of keys": cache_of_keys,
+    "first places of joined rows": lambda x, ids, mask, w: (
+        x.flatten(0, 1).min(0).values, x.flatten(0, 1).max(0), x.reshape(-1, E)[torch.cdist(w.rows, x.flatten(0, 1)).argmin(1)],
+    ),
     "from whole rows to tokens": lambda x, ids, mask, w: torch.cdist(w.rows, x).softmax(-1),
     "blocks that are chosen": blocks_that_are_chosen,
     "a relative shift of tokens first": shift_of_tokens_first,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from types import ModuleType
 from typing import Any
@@ -48,16 +48,24 @@ def compiled_modules(root: nn.Module) -> Iterator[nn.Module]:
 
 
 @contextmanager
-def run_as_written(root: nn.Module) -> Iterator[int]:
-    """Run modules that their user compiled as they are written while this is entered; give how many: their graphs know no rule of a step."""
+def run_as_written(root: nn.Module, *, with_functions: bool) -> Iterator[int]:
+    """Run what the user compiled as it is written while this is entered; give how much is known of: graphs know no rule of a step.
+
+    Args:
+        root: whose modules.
+        with_functions: functions too, wherever they are. Not where our own compiler runs, for torch switches all of it off.
+    """
     compiled = list(compiled_modules(root))
     before = [(each, each.forward, getattr(each, "_compiled_call_impl", None)) for each in compiled]
+    values = chain(_attributes(root), _names_of_files(root)) if with_functions else ()
+    functions = {id(each) for each in values if _is_function(each)}
     try:
         for each in compiled:
             each._compiled_call_impl = None
             if isinstance(each, OptimizedModule):
                 each.forward = each._orig_mod.__call__
-        yield len(compiled)
+        with torch.compiler.set_stance("force_eager") if with_functions else nullcontext():
+            yield len(compiled) + len(functions)
     finally:
         for each, forward, call in before:
             each._compiled_call_impl = call

@@ -336,10 +336,11 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     with ExitStack() as stack:
         for each in entered:
             stack.enter_context(each)
-        if whole_view and (number := stack.enter_context(run_as_written(module))):
+        as_written = run_as_written(module, with_functions=not config.compile)
+        if whole_view and (number := stack.enter_context(as_written)):
             rank_zero_info(
-                f"sequence_parallel: the global view runs {number} modules that you compiled as they are written, for their graphs know nothing "
-                "of it; global_view=True with compile=True compiles its blocks"
+                f"sequence_parallel: the global view runs {number} modules and functions that you compiled as they are written, for their "
+                "graphs know nothing of it; global_view=True with compile=True compiles its blocks"
             )
         if not whole_view and mesh.layout.size > 1:
             of_rows = collectives_refused(sizes, names.rebind_to, rows_alone=lambda: context.last_is_whole)

@@ -167,7 +167,7 @@ def _with_smaller_whole(call: Call) -> Any:
         else math.prod(broadcast(*(each.shape for each in call.tensors)))
     )
     most = numbers // size
-    if most > MOST_NUMBERS or any(each.placement.dim == largest.placement.dim for each in others):
+    if most > MOST_NUMBERS or any(_from_behind(each) == _from_behind(largest) for each in others):
         return NO_RULE
     wholes = {id(each): each.whole() if each.numel() <= most else _of_pairs(each, largest) for each in others}
     if any(each is None for each in wholes.values()):
@@ -175,6 +175,11 @@ def _with_smaller_whole(call: Call) -> Any:
     args = tuple(mapped(each, lambda value: wholes.get(id(value), value)) for each in call.args)
     kwargs = {name: mapped(each, lambda value: wholes.get(id(value), value)) for name, each in call.kwargs.items()}
     return aligned(replace(call, args=args, kwargs=kwargs))
+
+
+def _from_behind(x: SequenceTensor) -> int:
+    """Return the sequence's dim, counted from the last: tensors are aligned there."""
+    return x.placement.dim - x.dim()
 
 
 def _of_pairs(x: SequenceTensor, like: SequenceTensor) -> SequenceTensor | None:

@@ -20,6 +20,7 @@ from lightning_sp.global_view.calls.call import (
     placed,
     writes,
 )
+from lightning_sp.global_view.exchange.lines import along_dim
 from lightning_sp.global_view.exchange.movement import as_tokens, brought
 from lightning_sp.global_view.rules.attention.scores import scores_of, times_values
 from lightning_sp.global_view.rules.attention.written_attention import Scores, refusal
@@ -74,6 +75,10 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     of_rows = own.dim == a.dim() - 2 and other.dim == b.dim() - 2 and b.dim() > 1 and a.shape[-1] == other.shown
     if of_rows and b.numel() <= MOST_NUMBERS:
         return matmul(a, b.whole())  # numbers of each token for all others, times what these have
+    ndim = max(a.dim(), b.dim())
+    dims = own.dim + ndim - a.dim(), other.dim + ndim - b.dim()
+    if dims[0] != dims[1] and max(dims) < ndim - 2:
+        return _of_two_splits(a, b, dims)
     contracted = own.dim == a.dim() - 1 and other.dim == max(0, b.dim() - 2)
     if own.shown == other.shown and (own.outer, own.inner) != (
         other.outer,
@@ -86,11 +91,20 @@ def _of_two(a: SequenceTensor, b: SequenceTensor) -> Any:
     if contracted and own.same_tokens(other):
         # Over the sequence: of each rank's tokens, added up.
         return _summed(own.without_padding(a.local, 0), other.without_padding(b.local, 0), a)
-    ndim = max(a.dim(), b.dim())
-    same = own.dim + ndim - a.dim() == other.dim + ndim - b.dim()
-    if same and own.same_tokens(other) and own.dim + ndim - a.dim() < ndim - 2:
-        return placed(torch.matmul(a.local, b.local), own.at(own.dim + ndim - a.dim()))  # for each token by itself
+    if dims[0] == dims[1] < ndim - 2 and own.same_tokens(other):
+        return placed(torch.matmul(a.local, b.local), own.at(dims[0]))  # for each token by itself
     return NO_RULE
+
+
+def _of_two_splits(a: SequenceTensor, b: SequenceTensor, dims: tuple[int, int]) -> Any:
+    """Multiply matrices of which one is split by blocks, one by rows, as blocks are that an index chose: the smaller is split as the larger."""
+    ndim = max(a.dim(), b.dim())
+    smaller, larger, at = (a, b, dims[1]) if a.numel() < b.numel() else (b, a, dims[0])
+    dim = at - (ndim - smaller.dim())
+    found = along_dim(smaller, dim, larger.placement) if dim >= 0 else None
+    if found is None:
+        return NO_RULE
+    return matmul(found, larger) if smaller is a else matmul(larger, found)
 
 
 def _by_all_keys(a: SequenceTensor, b: SequenceTensor) -> Any:
@@ -178,6 +192,9 @@ def triangle(call: Call) -> Any:
 def distances(call: Call) -> Any:
     """Measure from each token to all others, or to whole rows: of this rank's tokens, up to so many numbers as scores."""
     a, b = call.argument(0, "x1"), call.argument(1, "x2")
+    if is_plain(a) and is_sequence(b):
+        options = {name: value for name, value in call.kwargs.items() if name not in ("x1", "x2")}
+        return torch.cdist(b, a, *call.args[2:], **options).mT
     if not is_sequence(a) or a.placement.dim >= a.dim() - 1:
         return NO_RULE
     b = b.whole() if is_sequence(b) else b

@@ -61,12 +61,20 @@ def _in_rows(x: SequenceTensor, shape: Sequence[int]) -> Any:
 def _of_single_numbers(x: SequenceTensor, shape: Sequence[int]) -> Any:
     """View a tensor so that tokens are taken apart, each number of a row by itself, as a relative shift does; NO_RULE where these are many."""
     own = x.placement
-    lead = x.shape[: own.dim]
-    row = x.numel() // max(1, math.prod(lead))
-    if own.outer > 1 or row > MOST_IN_A_ROW or not lead:
+    lead, behind = x.shape[: own.dim], _last_dims_of_both(x.shape[own.dim + 1 :], shape)
+    row = x.numel() // max(1, math.prod(lead) * math.prod(behind))
+    if own.outer > 1 or row > MOST_IN_A_ROW or not (lead or behind):
         return NO_RULE
-    flat = viewed(x, [*lead, row])
+    flat = viewed(x, [*lead, row, *behind])
     return NO_RULE if flat is NO_RULE else blocks.in_blocks(as_tokens(flat), shape)
+
+
+def _last_dims_of_both(own: Sequence[int], shape: Sequence[int]) -> Sequence[int]:
+    """Return the last dims that a view leaves as they are: rows and heads, in Transformer-XL's (S, T, B, H)."""
+    count = 0
+    while count < len(own) and count < len(shape) and own[-1 - count] == shape[-1 - count]:
+        count += 1
+    return own[len(own) - count :]
 
 
 def _resolved(shape: Sequence[int], count: int) -> list[int]:
@@ -272,7 +280,7 @@ def cat(call: Call) -> Any:
     local = []
     for each in tensors:
         if is_sequence(each):
-            each = _as_first_of_pairs(each, own.dim) if call.name == "stack" or each.placement.dim != dim else each
+            each = _split_along(each, own) if call.name == "stack" or each.placement.dim != dim else each
             each = brought(each, own.storage) if each.placement.length == own.length else each
             if each.placement.dim != own.dim or not each.placement.same_tokens(own):
                 return _of_one_order(call, tensors)
@@ -285,10 +293,13 @@ def cat(call: Call) -> Any:
     return SequenceTensor(result, own.at(own.dim + (call.name == "stack" and dim <= own.dim)))
 
 
-def _as_first_of_pairs(x: SequenceTensor, dim: int) -> SequenceTensor:
-    """Return pairs of tokens, (B, S, S, E), split along a dim where they are along the other: the second of each beside the first."""
-    other = None if x.placement.dim == dim or dim >= x.dim() else along_dim(x, dim)
-    return x if other is None else other
+def _split_along(x: SequenceTensor, own: Placement) -> SequenceTensor:
+    """Return a tensor split along a dim where it is along another: pairs of tokens, (B, S, S, E), or chosen ones that are split by rows."""
+    if x.placement.dim == own.dim or own.dim >= x.dim():
+        return x
+    found = along_dim(x, own.dim, own)
+    found = along_dim(x, own.dim) if found is None else found
+    return x if found is None else found
 
 
 def _of_one_order(call: Call, tensors: Sequence[Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, gather_here, parameter_groups
 
 
 def abandon_forward(root: nn.Module) -> None:
@@ -39,6 +39,9 @@ def abandon_forward(root: nn.Module) -> None:
         group._training_state = TrainingState.IDLE
         if is_within_backward:
             _drop_gradients(group)
+        for each in group.fsdp_params:
+            if hasattr(each, "_unsharded_param"):
+                gather_here(each)  # the next forward would find what was assigned to a whole parameter's `data`
         group.reshard()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -39,6 +41,24 @@ def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:
         found |= new
         elsewhere.extend(new)
     return any(parameter in own for each in found for parameter in each.parameters(recurse=False))
+
+
+def gather_here(parameter: Any) -> None:
+    """Let a whole parameter be where FSDP2 gathers it, after `parameter.data = ...`: the next gather writes there, freed or not."""
+    gathered = parameter.all_gather_outputs[0] if len(parameter.all_gather_outputs) == 1 else None
+    whole = parameter._unsharded_param
+    if gathered is None or gathered.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+        return
+    memory = gathered.untyped_storage()
+    is_free = memory.size() == 0
+    if is_free:
+        memory.resize_(gathered.numel() * gathered.element_size())
+    place = torch.as_strided(gathered, parameter._orig_size, parameter._contiguous_orig_stride, storage_offset=0)
+    with _unsafe_preserve_version_counter((place, whole)):  # a graph that has saved it finds the same numbers
+        place.copy_(whole)
+        whole.data = place
+    if is_free:
+        memory.resize_(0)
 
 
 def _groups(unit: FSDPModule) -> list[Any]:

@@ -226,6 +226,50 @@ def relative_shift(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
     return (scores.masked_fill(mask[:, None, None] == 0, -1e30).softmax(-1) @ q).transpose(1, 2).flatten(2)
 
 
+def shift_of_tokens_first(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """The same where tokens come first, (S, T, B, H), as Transformer-XL is written: rows and heads stay behind what is taken apart."""
+    b, s, _ = x.shape
+    q = F.linear(x, w.weight).view(b, s, 4, 2).transpose(0, 1)
+    far = torch.einsum("ibnd,jnd->ijbn", q, w.positions.flip(0)[:s].view(s, 4, 2))
+    padded = torch.cat([torch.zeros_like(far[:, :1]), far], dim=1).view(s + 1, s, b, 4)
+    scores = torch.einsum("ibnd,jbnd->ijbn", q, q.cos()) + padded[1:].view_as(far)
+    return torch.einsum("ijbn,jbnd->ibnd", scores.softmax(1), q).flatten(2)
+
+
+def blocks_that_are_chosen(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Blocks times those that whole numbers choose of all rows' blocks, as BigBird's random attention is written."""
+    b, s, _ = x.shape
+    blocks = F.pad(x, (0, 0, 0, -s % 4)).view(b, -1, 4, E)
+    count = blocks.shape[1]
+    at = (torch.arange(b * count, device=x.device) * 3 + 1) % (b * count)
+    others = blocks.reshape(-1, 4, E).index_select(0, at).view(b, count, 4, E)
+    weights = torch.einsum("bnqd,bnkd->bnqk", blocks, others).softmax(-1)
+    return torch.einsum("bnqk,bnkd->bnqd", weights, others.sin()).reshape(b, -1, E)[:, :s]
+
+
+def negatives(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Tokens of a strided convolution beside those that whole numbers choose of all rows, as wav2vec 2.0 contrasts them."""
+    y = F.conv1d(x.mT, w.full_kernel, stride=2).mT
+    b, s, _ = y.shape
+    at = (torch.arange(b * s * 3, device=x.device) * 5 + 2) % (b * s)
+    others = y.reshape(-1, E)[at].view(b, s, 3, E).permute(2, 0, 1, 3)
+    beside = torch.cat([y.unsqueeze(0), others], 0)
+    same = (y == others).all(-1)
+    return torch.cosine_similarity(y.sin().unsqueeze(0), beside, dim=-1)[1:].masked_fill(same, 0.5)
+
+
+def cache_of_keys(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Tensor:
+    """Chunks that attend to a cache into which each has put its own tokens."""
+    cache, out = torch.zeros(2, x.shape[1] + 3, E, dtype=x.dtype, device=x.device), []
+    for start in range(0, x.shape[1], 5):
+        chunk = x[:, start : start + 5]
+        at = torch.arange(start, start + chunk.shape[1], device=x.device)
+        cache = cache.index_copy(1, at, chunk.sin())
+        hidden = torch.arange(cache.shape[1], device=x.device) > at[:, None]
+        out.append((chunk @ cache.mT).masked_fill(hidden, -torch.inf).softmax(-1) @ cache)
+    return torch.cat(out, 1)
+
+
 def _symmetric(pairs: Tensor) -> Tensor:
     return pairs + 2 * pairs.transpose(1, 2)
 
@@ -272,6 +316,14 @@ LINE_CASES: dict[str, Case] = {
     "triangles and diagonals": triangles,
     "attention that is written into": attention_written_into,
     "a relative shift": relative_shift,
+    "negatives": negatives,
+    "a cache of keys": cache_of_keys,
+    "first places of joined rows": lambda x, ids, mask, w: (
+        x.flatten(0, 1).min(0).values, x.flatten(0, 1).max(0), x.reshape(-1, E)[torch.cdist(w.rows, x.flatten(0, 1)).argmin(1)],
+    ),
+    "from whole rows to tokens": lambda x, ids, mask, w: torch.cdist(w.rows, x).softmax(-1),
+    "blocks that are chosen": blocks_that_are_chosen,
+    "a relative shift of tokens first": shift_of_tokens_first,
     "features joined and cut": lambda x, ids, mask, w: (x.flatten(1)[:, 5:45].sin(), x.reshape(2, E, -1).cos(), x.reshape(2, -1, 4)[:, 3:9]),
     "distributions": distributions,
     "aligned with labels": aligned_with_labels,

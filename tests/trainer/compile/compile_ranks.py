@@ -35,6 +35,10 @@ def compiled(model: nn.Module, how: str) -> nn.Module:
         assert blocks is not None
         for index, block in enumerate(blocks):
             blocks[index] = torch.compile(block, backend=BACKEND)  # type: ignore[assignment]
+    if how == "torch.compile(function)":
+        assert blocks is not None
+        for block in blocks:
+            block.forward = torch.compile(block.forward, backend=BACKEND)  # type: ignore[method-assign]
     if how == "torch.compile(half)":
         # One of two blocks, so that the strategy's own option finds one that is left.
         assert blocks is not None

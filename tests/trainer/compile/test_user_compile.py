@@ -47,6 +47,7 @@ WHOLE = [
         strategy=dict(**RING, global_view=True, activation_checkpointing=True),
     ),
 ]
+FUNCTION = [dict(model=ONE, how="torch.compile(function)", strategy=dict(**RING, global_view=True, preflight=False))]
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +77,17 @@ def same(actual, expected, case):
         pytest.param(CASES[2:4], id="few"),
         pytest.param(CASES, id="all", marks=pytest.mark.slow),
         pytest.param(WHOLE, id="global view", marks=pytest.mark.slow),
+        pytest.param(FUNCTION, id="a function in the global view"),
     ],
 )
 def test_a_compiled_model_trains_as_the_eager_one_of_one_device(pools, eager, cases):
     for answers in pools(2).run(ranks.fits, [dict(world=2, **case) for case in cases]):
         for case, actual in zip(cases, answers, strict=True):
             same(actual, eager(case["model"], case.get("early", False), case.get("before", False)), case)
-            assert (actual["graphs"] > 0) == (cases is not WHOLE), ("nothing was compiled, or in the global view", case)
+            assert (actual["graphs"] > 0) == (cases not in (WHOLE, FUNCTION)), (
+                "nothing was compiled, or in the global view",
+                case,
+            )
 
 
 def test_checkpoints_have_the_models_own_names(pools, eager, tmp_path):

@@ -107,6 +107,8 @@ def extreme(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Any:
         found = extreme(
             opposite, dims, keeps, Call(name=largest, function=torch.max, args=call.args, kwargs=call.kwargs)
         )
+        if found is NO_RULE:
+            return NO_RULE
         return torch.return_types.min((-found[0], found[1])) if isinstance(found, tuple) else -found
     own = x.placement
     if call.name in ("amax", "amin") or len(dims) != 1 or (len(call.args) < 2 and "dim" not in call.kwargs):

@@ -80,6 +80,14 @@ def index_add(call: Call) -> Any:
     )
 
 
+def index_copy(call: Call) -> Any:
+    """Put tokens in the places of a whole tensor that a whole index says, a cache of keys: they are made whole for it, as it is."""
+    if not is_plain(call.args[0]):
+        return NO_RULE
+    call.tensors[0].placement.storage.note_reduction()
+    return call.on_wholes()
+
+
 def index_put(call: Call) -> Any:
     """Add numbers to the places that ids of tokens say, in the first dims of a whole tensor."""
     into, index, values = call.args[:3]
@@ -148,6 +156,7 @@ RULES: dict[str, Rule] = {
     **named("index_put", index_put),
     **named("scatter_add", scatter_add),
     **named("index_add", index_add),
+    **named("index_copy", index_copy),
     **named("histc histogram", histogram),
     "bincount": bincount,
 }

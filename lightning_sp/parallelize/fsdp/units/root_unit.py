@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, gather_here, parameter_groups
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 from lightning_sp.parameter_names import user_name
 
@@ -47,7 +47,7 @@ class RootUnit:
             for group in self._groups:
                 for each in group.fsdp_params if group.is_unsharded else ():
                     _to_shard(each._unsharded_param.detach(), each._sharded_local_tensor, group.mesh_info)
-                    _gather_here(each)
+                    gather_here(each)
 
     def prepare_backward(self, loss: Tensor) -> Tensor:
         """Let a backward inside the step gather and reduce: FSDP2 does so for what the step returns alone."""
@@ -152,18 +152,6 @@ def _to_shard(whole: Tensor, shard: Tensor, mesh: Any) -> None:
         (shard,)
     ):  # a penalty that has read the shard finds the numbers that the step has left
         shard.copy_(whole[rank * rows : rank * rows + len(shard)])
-
-
-def _gather_here(parameter: Any) -> None:
-    """Let a whole parameter be where FSDP2 gathers it, after `parameter.data = ...`."""
-    gathered = parameter.all_gather_outputs[0] if len(parameter.all_gather_outputs) == 1 else None
-    whole = parameter._unsharded_param
-    if gathered is None or gathered.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
-        return
-    place = torch.as_strided(gathered, parameter._orig_size, parameter._contiguous_orig_stride, storage_offset=0)
-    with _unsafe_preserve_version_counter((place, whole)):  # a graph that has saved it finds the same numbers
-        place.copy_(whole)
-        whole.data = place
 
 
 def write_counts(root: nn.Module) -> dict[str, int]:

@@ -30,7 +30,12 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
-from lightning_sp.preflight.differences.other_seeds import OTHER_SEEDS, drawn_from_seed, noting_random_generators
+from lightning_sp.preflight.differences.other_seeds import (
+    EXTREMES,
+    OTHER_SEEDS,
+    drawn_from_seed,
+    noting_random_generators,
+)
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
@@ -226,7 +231,7 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
         trial: of the step.
         draws: whether this rank's do.
     """
-    for seed in OTHER_SEEDS if any(comm.gather_objects(draws, trial.control_group)) else ():
+    for seed in (*OTHER_SEEDS, *EXTREMES) if any(comm.gather_objects(draws, trial.control_group)) else ():
         again = replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,")
         with drawn_from_seed(trial.module, seed):
             try:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from lightning_sp.context.streams import streams
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.trial import SEED, Outcome, Trial
+from lightning_sp.step.isolation.random_generators import extreme_seed
 
 # Draws named in a message.
 _NAMED = 4
@@ -41,7 +49,7 @@ def check_random_draws(trial: Trial, first: Outcome) -> None:
 def random_step(trial: Trial, first: Outcome) -> str | None:
     """Return how random numbers change what a step gives, dropout aside; None where they do not. Every rank must call it."""
     moved: dict[str, float] = {}
-    for seed in _OTHER_SEEDS if first.draws else ():
+    for seed in _other_seeds(first):
         moved = _moved(first, trial.whole(seed=seed))
         if moved:
             break
@@ -53,6 +61,24 @@ def random_step(trial: Trial, first: Outcome) -> str | None:
         f"preflight: training_step on {trial.crop} cannot be compared, since the step draws random numbers: {drawn}{more}. Whole, from two "
         f"seeds, {_described(moved, first)}"
     )
+
+
+def _other_seeds(first: Outcome) -> Iterator[int]:
+    """Yield seeds from which a step that has drawn is run: some, and of each stream those that make a rare branch be taken."""
+    if not first.draws:
+        return
+    yield from _OTHER_SEEDS
+    drawn = {each.function for each in first.draws}
+    found = []
+    with streams(torch.device("cpu")):
+        for low in (True, False):
+            if "random" in drawn:
+                found.append(extreme_seed(random.seed, lambda: (random.random(), random.random()), low=low))
+            if "numpy.random" in drawn:
+                found.append(extreme_seed(np.random.seed, lambda: np.random.random_sample(2), low=low))
+            if drawn - {"random", "numpy.random"}:
+                found.append(extreme_seed(torch.default_generator.manual_seed, lambda: torch.rand(2).tolist(), low=low))
+    yield from found
 
 
 def check_repeats(trial: Trial, first: Outcome) -> None:

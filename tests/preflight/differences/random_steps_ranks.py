@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from typing import Any
 
@@ -23,6 +24,7 @@ class Random(Tuned):
     def __init__(self, kind: str) -> None:
         super().__init__(llama())
         self.kind = kind
+        self.seldom = random.Random(3)
         self.drawn = torch.Generator().manual_seed(3)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -33,6 +35,11 @@ class Random(Tuned):
             embedded = embedded + torch.zeros_like(embedded).uniform_(-most, most)
             logits = self.model(inputs_embeds=embedded).logits
             return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        if self.kind in ("seldom turned", "seldom turned by Python"):
+            targets, seldom = batch["shift_labels"], self.seldom if self.kind == "seldom turned" else random
+            if seldom.random() < 0.02:
+                ids, targets = ids.roll(3, 1), targets.roll(3, 1)
+            return F.cross_entropy(self.model(ids).logits.flatten(0, 1), targets.flatten())
         if self.kind in ("rows exchanged", "rows exchanged by torch"):
             # CutMix: of these generators the first permutation of two rows leaves them in their order.
             order = torch.randperm(len(ids), generator=self.drawn if self.kind == "rows exchanged" else None)

@@ -33,6 +33,11 @@ def test_each_kind_is_told_put_back_and_seeded(kind):
     seeded = draw(generator)
     kept.seed(11)
     assert draw(generator) == seeded != first
+    kept.seed_extreme(low=True)
+    assert draw(generator) < 0.01
+    assert draw(generator) < 0.05
+    kept.seed_extreme(low=False)
+    assert draw(generator) > 0.99
 
 
 def test_the_systems_own_has_no_state():

@@ -1,4 +1,4 @@
-"""What a step reads of a run's progress, `global_step` and `current_epoch`: noted while it is tried, and shown to it as later in the run.
+"""What a step reads of a run's progress, `global_step`, `current_epoch`, `is_last_batch`: noted in a trial, and shown as later in the run.
 
     if self.global_step >= 1_000: labels[:, : self.skipped] = -100      a trial of step 0 does not see this line
 
@@ -24,10 +24,17 @@ _STEPS, _EPOCHS = 10_000, 100
 
 
 class Moment(NamedTuple):
-    """A moment of a run: its optimizer steps and its epochs so far."""
+    """A moment of a run.
+
+    Args:
+        step: its optimizer steps so far.
+        epoch: its epochs so far.
+        is_last_batch: whether its batch is an epoch's last one; None for what is true now.
+    """
 
     step: int
     epoch: int
+    is_last_batch: bool | None = None
 
     def describe(self) -> str:
         """Return it in words."""
@@ -47,7 +54,7 @@ def later_moments(trainer: Any) -> list[Moment]:
     for part in _PARTS:
         step = min(math.floor(part * end), end - 1)
         epoch = step // of_epoch if of_epoch else min(math.floor(part * _EPOCHS), (epochs or _EPOCHS) - 1)
-        found.append(Moment(step, max(epoch, trainer.current_epoch)))
+        found.append(Moment(step, max(epoch, trainer.current_epoch), True if step == end - 1 else None))
     return [each for each in dict.fromkeys(found) if each.step > trainer.global_step]
 
 
@@ -63,7 +70,7 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
         The names that were read so far.
     """
     read: set[str] = set()
-    own = {name: getattr(Trainer, name) for name in ("global_step", "current_epoch")}
+    own = {name: getattr(Trainer, name) for name in ("global_step", "current_epoch", "is_last_batch")}
 
     def shown(name: str, value: Any) -> property:
         def progress(trainer: Trainer) -> Any:
@@ -74,9 +81,8 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
 
         return property(progress, own[name].fset)
 
-    step, epoch = moment or (None, None)
     try:
-        for name, value in (("global_step", step), ("current_epoch", epoch)):
+        for name, value in zip(own, moment or (None, None, None), strict=True):
             setattr(Trainer, name, shown(name, value))
         yield read
     finally:

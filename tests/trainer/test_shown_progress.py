@@ -22,13 +22,16 @@ def run(**options: Any) -> Any:
 @pytest.mark.parametrize(
     ("options", "moments"),
     [
-        ({}, [(4, 0), (20, 2), (39, 3)]),
-        ({"accumulate_grad_batches": 4}, [(1, 0), (6, 2), (11, 3)]),
-        ({"max_steps": 20, "max_epochs": -1}, [(2, 0), (10, 1), (19, 1)]),
+        ({}, [(4, 0), (20, 2), (39, 3, True)]),
+        ({"accumulate_grad_batches": 4}, [(1, 0), (6, 2), (11, 3, True)]),
+        ({"max_steps": 20, "max_epochs": -1}, [(2, 0), (10, 1), (19, 1, True)]),
         ({"max_steps": 1}, []),
-        ({"global_step": 30, "current_epoch": 3}, [(39, 3)]),
-        ({"num_training_batches": float("inf"), "max_epochs": -1}, [(1000, 10), (5000, 50), (9999, 99)]),
-        ({"num_training_batches": float("inf"), "max_steps": 100, "max_epochs": None}, [(10, 10), (50, 50), (99, 99)]),
+        ({"global_step": 30, "current_epoch": 3}, [(39, 3, True)]),
+        ({"num_training_batches": float("inf"), "max_epochs": -1}, [(1000, 10), (5000, 50), (9999, 99, True)]),
+        (
+            {"num_training_batches": float("inf"), "max_steps": 100, "max_epochs": None},
+            [(10, 10), (50, 50), (99, 99, True)],
+        ),
     ],
     ids=str,
 )
@@ -45,12 +48,23 @@ def test_the_users_code_alone_is_shown_another_moment():
         assert read == {"global_step"}
     with shown_progress(module, Moment(7, 2)) as read:
         assert (module.global_step, trainer.global_step, trainer.current_epoch) == (7, 7, 2)
+        assert not trainer.is_last_batch
         assert trainer.fit_loop.epoch_progress.current.processed == 0
         assert pl.Trainer(barebones=True).global_step == 0  # another run's
+    with shown_progress(module, Moment(7, 2, True)) as read:
+        assert trainer.is_last_batch
+        assert read == {"is_last_batch"}
+    assert not trainer.is_last_batch
     assert module.global_step == module.current_epoch == trainer.global_step == 0
 
 
 def test_what_begins_at_a_later_step_is_refused_before_the_first(pools):
     for found in pools(2).run(ranks.fit, "step"):
+        assert "as at optimizer step 7 in epoch 0 gives another result on shards than whole" in found["error"]
+        assert found["steps"] == 0
+
+
+def test_what_an_epochs_last_batch_does_is_refused_before_the_first(pools):
+    for found in pools(2).run(ranks.fit, "last batch"):
         assert "as at optimizer step 7 in epoch 0 gives another result on shards than whole" in found["error"]
         assert found["steps"] == 0

@@ -24,7 +24,9 @@ class EarlierStep(NamedTuple):
 
 def step_in_progress(trainer: Any) -> EarlierStep:
     """Return the step that a trial is to show again."""
-    return EarlierStep(Moment(trainer.global_step, trainer.current_epoch), trainer.fit_loop.batch_idx)
+    return EarlierStep(
+        Moment(trainer.global_step, trainer.current_epoch, trainer.is_last_batch), trainer.fit_loop.batch_idx
+    )
 
 
 @contextmanager

@@ -576,6 +576,13 @@ PREFLIGHT = (
         "tests/preflight/recording/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view[closure]",
     ),
     fault(
+        "what a step does at an epoch's last batch, which no trial is shown",
+        "trainer/shown_progress.py",
+        ", True if step == end - 1 else None))",
+        "))",
+        "tests/trainer/test_shown_progress.py::test_what_an_epochs_last_batch_does_is_refused_before_the_first",
+    ),
+    fault(
         "a table in the data set that the loader reads, which no trial compares",
         "preflight/recording/attributes.py",
         "    for each in data_of_run(trainer):\n",

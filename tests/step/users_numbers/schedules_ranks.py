@@ -30,6 +30,8 @@ class Skipping(Plain):
             skipped["epoch"] = 4 * int(self.trainer.fit_loop.epoch_progress.current.processed)
         if self.kind == "step":
             skipped["step"] = 4 if self.global_step >= 7 else 0
+        if self.kind == "last batch":
+            skipped["last batch"] = 4 if self.trainer.is_last_batch else 0
         skipped["steps"] = 4 if self.steps >= 7 else 0
         skipped["batches"] = 4 if self.batches >= 7 else 0
         weight = self.weights[torch.tensor([self.steps])].mean()

@@ -18,12 +18,14 @@ from typing import Any, Literal
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
 from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.recomputation import in_the_same_dtype
+from lightning_sp.weights.matmuls import keeping_none
 
 # Tokens that a first call is tried on, twice: whole, and its halves by themselves.
 _TRIED_TOKENS = 32
@@ -56,12 +58,16 @@ class TiledMLP:
         if x.shape[-2] <= length:
             return self.forward(x)
         if self._is_per_token is None:
-            self._is_per_token = self._try(x.detach())
+            with (
+                _disable_current_modes()
+            ):  # a checkpoint around it counts operators, and would miss these when it runs again
+                self._is_per_token = self._try(x.detach())
         if not self._is_per_token:
             return self.forward(x)
         forward, tiles = in_the_same_dtype(self.forward), torch.split(x, length, -2)
-        # Nothing is drawn in it: the random state need not be kept.
-        done = [checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
+        # Nothing is drawn in it: the random state need not be kept. Nor what is wide, by a checkpoint around it.
+        with keeping_none():
+            done = [checkpoint(forward, tile, use_reentrant=False, preserve_rng_state=False) for tile in tiles]
         return torch.cat(done, -2)
 
     def may_tile(self, *args: Any, **kwargs: Any) -> bool:

@@ -11,6 +11,7 @@ Korthikanti et al., arXiv:2205.05198, section 5; the H100's datasheet.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ _LEFT = {
 }
 _CONVOLUTION = _aten.convolution.default
 _LEAST_ON_GPU, _LEAST = 512, 16
+# There while nothing is kept.
+_none: list[None] = []
 
 
 def is_kept(operator: Any, args: Any) -> bool:
@@ -46,6 +49,8 @@ def is_kept(operator: Any, args: Any) -> bool:
         size = args[1][0].numel()
     else:
         return False
+    if _none:
+        return False
     # Of a tensor that stands for others nobody sees whether it is written to.
     return not is_traceable_wrapper_subclass(left) and bool(size >= least_inner_size(left.device))
 
@@ -53,6 +58,16 @@ def is_kept(operator: Any, args: Any) -> bool:
 def least_inner_size(device: torch.device) -> int:
     """Return the k from which on a product is kept on a device."""
     return _LEAST_ON_GPU if device.type == "cuda" else _LEAST
+
+
+@contextmanager
+def keeping_none() -> Iterator[None]:
+    """Keep no product while this is entered: tiles of an MLP are there so that nothing wide is."""
+    _none.append(None)
+    try:
+        yield
+    finally:
+        _none.pop()
 
 
 class KeptResults(TorchDispatchMode):  # type: ignore[no-untyped-call]

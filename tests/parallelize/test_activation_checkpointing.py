@@ -75,6 +75,16 @@ def test_what_blocks_take_return_and_draw_is_repeated(pools, build, strategy, op
         assert selective["exchanges"] == plain["exchanges"]
 
 
+def test_in_tiles_an_mlp_keeps_no_product(pools):
+    cases = [
+        dict(build="llama", world=2, strategy=dict(ulysses_size=2, mlp_tile_tokens=8, activation_checkpointing=policy))
+        for policy in ("none", "matmuls")
+    ]
+    for plain, found in pools(2).run(ranks.all_steps, cases):
+        same_bits(found, plain, "tiles")
+        assert found["of_block"] == ["matmuls"] * 2
+
+
 class OwnDtype(nn.Module):
     """A block that makes a tensor in the default dtype, which a true precision sets in the forward alone."""
 

@@ -142,9 +142,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--precision", default="32-true", help="of the Trainer")
     parser.add_argument("--ring", action="store_true", help="a ring in place of Ulysses")
-    parser.add_argument(
-        "--policies", nargs="+", default=CANDIDATES, metavar="POLICY", help="of `activation_checkpointing`"
-    )
+    parser.add_argument("--policies", nargs="+", default=CANDIDATES, choices=CANDIDATES, metavar="POLICY")
     given = parser.parse_args()
     config = LlamaConfig(
         vocab_size=given.vocabulary, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, hidden_dim=1408

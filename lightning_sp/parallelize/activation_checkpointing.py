@@ -9,7 +9,8 @@
 
 Two more are those of "auto" alone: "full_tiled" is full with MLPs in tiles, and "full_offloaded" so with inputs that leave.
 
-A product's result that a block writes to in place cannot be kept.
+Under "matmuls" a block that writes in place to a product's result, or runs other products in its recomputation, is refused. "auto" takes it
+never: what it is worth is not known on a GPU.
 
 All but "full" repeat neither a kernel of the attention nor a message. Under "full" the backward begins each block's messages in the order of
 the blocks, the same on all ranks. Recomputation restores the random state of the forward, so dropout masks are the forward's.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -85,10 +86,7 @@ class BlockCheckpoints:
         self.use(policy)
 
     def use(self, policy: str) -> None:
-        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least.
-
-        A block that was seen to write to a product's result keeps all in place of "matmuls".
-        """
+        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least."""
         self.policy = policy
         if policy == "auto":
             policy = "measured" if self._measures else "none"
@@ -97,8 +95,6 @@ class BlockCheckpoints:
         if self.offload is not None and self.offload.waits:
             self.offload.is_on = policy == "full_offloaded"
         for number, how in enumerate(of_each_block(policy, len(self.blocks))):
-            if how == "matmuls" and number in self.activations.writing:
-                how = "none"
             self.of_block[number] = "selective" if how in ("none", "matmuls") and number in self._asked else how
 
     def can_tile(self, sees_whole: bool) -> list[bool]:
@@ -262,10 +258,10 @@ _CONTEXTS = {
 
 def _with_results_as_they_were(block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Checkpoint a block that keeps products' results, and refuse what writes to one: the backward would begin with what was written."""
-    kept = KeptResults()
+    kept = KeptResults(type(block).__name__)
 
     def noted(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if kept.has_ended else kept:  # the first time; the others are the backward's
+        with kept:
             return forward(*args, **kwargs)
 
     output = checkpoint(noted, *args, use_reentrant=False, context_fn=_CONTEXTS["matmuls"], **kwargs)

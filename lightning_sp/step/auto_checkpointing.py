@@ -39,7 +39,7 @@ class AutoCheckpointing:
     ) -> None:
         """Choose a policy if the batch is longer than those before, on some rank. Every rank must call it.
 
-        Communicates: then one all_reduce of 400 bytes on the host.
+        Communicates: then one all_reduce of 352 bytes on the host.
 
         Raises:
             SequenceParallelError: the user's budget is smaller than every predicted peak.

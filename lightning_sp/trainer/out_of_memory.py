@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_sp.config import StrategyConfig, every_nth
+from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
@@ -89,7 +89,7 @@ def explain_out_of_memory(
         gathered=whole.gathered,
         freed_in_backward=0 if _needs_all_gradients(module) else max(0, whole.gradients - largest_unit_bytes(module)),
     )
-    policy = "none" if checkpoints.policy == "auto" else checkpoints.policy
+    policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
     left = checkpoints.activations.step or step_of_shapes(
         module, checkpoints.blocks, trainer.precision, checkpoints.tiles
     )
@@ -129,7 +129,7 @@ def remedies(
         held: what stays.
         step: what a step leaves.
         tokens: of this rank.
-        policy: that was followed.
+        policy: of `CANDIDATES`, that was followed.
         config: of the run.
         ranks: that share a sequence.
         world: of all.
@@ -143,11 +143,9 @@ def remedies(
         yield "optimizer_in_backward=True", float(held.freed_in_backward)
     if shard_size < world:
         yield f"shard_size={world} for {shard_size}", held.shards * (1 - shard_size / world)
-    for other in ("matmuls", "selective", "full"):
-        if CANDIDATES.index(other) > CANDIDATES.index("every_2" if every_nth(policy) else policy):
-            less = whole - step_bytes(other, step, tokens)
-            if less > 0:
-                yield f"activation_checkpointing={other!r}", less
+    for other in ("selective", "full"):
+        if CANDIDATES.index(other) > CANDIDATES.index(policy):
+            yield f"activation_checkpointing={other!r}", whole - step_bytes(other, step, tokens)
     under_full = whole - step_bytes("full", step, tokens)
     in_tiles = whole - step_bytes("full_tiled", step, tokens)
     if policy not in TILED and in_tiles > under_full:

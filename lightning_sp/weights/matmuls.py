@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
+from lightning_sp.errors import SequenceParallelError
+
 _aten = torch.ops.aten
 # Of each operator the argument whose last dim is k.
 _LEFT = {
@@ -71,40 +73,63 @@ def keeping_none() -> Iterator[None]:
 
 
 class KeptResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The memory that products give while this is entered, and whether it is written to.
+    """The products of a block's forward while it is entered, the memory that they give, and whether it is written to.
 
-    A count of writes does not tell: `linear` without a bias gives a tensor with a count of its own in the product's memory.
+    A count of writes does not tell: `linear` without a bias gives a tensor with a count of its own in the product's memory. And torch matches
+    results by their number alone: behind a product that the backward does not run again, each would have the next one's.
+
+    Args:
+        of: the block, for a message.
 
     Attributes:
         storages: of the results.
         is_written: whether something was written to one.
-        has_ended: whether it is entered no more.
+        again: whether it is the backward's forward that is entered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.is_written, self.has_ended = False, False
+        self.is_written, self.again = False, False
+        self._of, self._number = of, 0
+        self._calls: list[tuple[Any, list[torch.Size]]] = []
 
     def __contains__(self, tensor: Any) -> bool:
         """Return whether a tensor is in the memory of a result."""
         return not is_traceable_wrapper_subclass(tensor) and _key(tensor) in self.storages
 
+    def __enter__(self) -> Any:
+        """Begin with the first product."""
+        self._number = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
     def end(self) -> None:
-        """Let go of the memory."""
+        """Let go of the memory: from now on the backward's forwards are entered."""
         self.storages.clear()
-        self.has_ended = True
+        self.again = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        self._note(func, args, kwargs or {}, made)
+        kwargs = kwargs or {}
+        if func in _LEFT or func is _CONVOLUTION:
+            self._follow(func, [each.shape for each in args if isinstance(each, Tensor)])
+        made = func(*args, **kwargs)
+        if is_kept(func, args):
+            self.storages[_key(made)] = made.untyped_storage()
+        elif self.storages and func._schema.is_mutable:
+            self.is_written |= any(_key(each) in self.storages for each in _written(func, args, kwargs))
         return made
 
-    def _note(self, operator: Any, args: Any, kwargs: Mapping[str, Any], made: Any) -> None:
-        if is_kept(operator, args):
-            self.storages[_key(made)] = made.untyped_storage()
-        elif self.storages and operator._schema.is_mutable:
-            self.is_written |= any(_key(each) in self.storages for each in _written(operator, args, kwargs))
+    def _follow(self, operator: Any, shapes: list[torch.Size]) -> None:
+        if not self.again:
+            self._calls.append((operator, shapes))
+            return
+        if self._number >= len(self._calls) or self._calls[self._number] != (operator, shapes):
+            raise SequenceParallelError(
+                f"activation_checkpointing='matmuls': {self._of} runs other products of matrices in its backward than in its forward (a table "
+                "that it makes at its first call, say), and results are matched by their order; make it before, or use "
+                "activation_checkpointing='selective'"
+            )
+        self._number += 1
 
 
 def _key(tensor: Tensor) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks, measured_step
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
 from lightning_sp.parallelize.tiled_mlp import TiledMLP
 from lightning_sp.testing import max_error
 from lightning_sp.weights.matmuls import is_kept, least_inner_size
@@ -228,22 +228,28 @@ def test_what_a_block_returns_may_be_written_to_behind_it():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_auto_lets_a_block_keep_all_that_was_seen_to_write_to_a_products_result(in_place):
-    torch.manual_seed(3)
-    blocks = [Mlp(in_place=in_place), Mlp()]
-    model = nn.Sequential(*blocks)
-    checkpoints = checkpoint_blocks(model, blocks, "auto")
-    with measured_step(model, 5):
-        model(torch.randn(1, 5, 32)).sum().backward()
-    step = checkpoints.activations.step
-    assert step is not None
-    first, second = step.blocks
-    # Of its width and of twice that, and what goes between the two of rank 4; the input of the block.
-    assert second.under("matmuls") == 5 * (32 + 64 + 32 + 4) * 4
-    assert first.under("matmuls") == (first.kept if in_place else second.under("matmuls"))
-    checkpoints.use("matmuls")
-    assert checkpoints.of_block == ["none" if in_place else "matmuls", "matmuls"]
+class Lazy(nn.Module):
+    """A block that multiplies something at its first call alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+        self.table = None
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.ones(5, 1) @ torch.ones(1, 32)
+        return torch.sin(self.second(torch.sin(self.first(x[0] * self.table))))[None]
+
+
+def test_a_block_that_runs_other_products_when_it_is_recomputed_is_refused_by_name():
+    block, x = Lazy(), torch.randn(1, 5, 32)
+    checkpoint_blocks(block, [block], "matmuls")
+    with pytest.raises(SequenceParallelError, match=r"'matmuls': Lazy runs .* in its backward .*='selective'"):
+        block(x).sum().backward()
+    block.zero_grad()
+    block(x).sum().backward()  # from the second step on it runs the same
+    assert block.first.weight.grad is not None
 
 
 def test_full_repeats_the_exchanges_of_a_forward(pools):

@@ -1,7 +1,6 @@
 """What a step leaves for its backward, measured while it runs forward: each memory once, and parameters not at all.
 
-Per block what autograd saves, and of that what the attention operator returned and the block's input, which are what checkpoint policies keep;
-and what products of matrices gave.
+Per block what autograd saves, and of that what the attention operator returned and the block's input, which are what checkpoint policies keep.
 Of it, too, what MLPs that could run in tiles save beside their input: the tiles would not.
 Casts of weights are counted by themselves, as far as they are alive when the forward has ended: they do not grow with its tokens.
 """
@@ -23,7 +22,6 @@ from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.memory.memory_prediction import BlockBytes, StepBytes
 from lightning_sp.parallelize.memory.weight_casts import WeightCasts, storage_key
 from lightning_sp.parallelize.tiled_mlp import MlpTiles, TiledMLP
-from lightning_sp.weights.matmuls import KeptResults
 
 # A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
 _MORE_COPIES_OF_LOGITS = 2
@@ -38,12 +36,10 @@ class ActivationBytes:
 
     Attributes:
         step: the longest one that was measured, None before any.
-        writing: blocks that write in place to what a product of matrices gave.
     """
 
     def __init__(self, num_blocks: int, tiles: MlpTiles | None = None) -> None:
         self.step: StepBytes | None = None
-        self.writing: set[int] = set()
         self._tiles = tiles
         self._blocks: list[BlockBytes | None] = [None] * num_blocks
         self._casts: WeightCasts | None = None
@@ -83,7 +79,7 @@ class ActivationBytes:
         noted = nullcontext() if self._tiles is None else self._tiles.noted(number, mlps.run)
         self._num_running += 1
         try:
-            with within, noted, _saved_into(saved), _AttentionOutputs() as attention, KeptResults() as products:
+            with within, noted, _saved_into(saved), _AttentionOutputs() as attention:
                 output = forward(*args, **kwargs)
         finally:
             self._num_running -= 1
@@ -91,16 +87,12 @@ class ActivationBytes:
         others = {storage_key(t) for t in (*given, *block.parameters(), *block.buffers())}
         if casts is not None:
             others |= {key for key in saved if casts.is_cast(key)}
-        before = self._blocks[number] or BlockBytes(kept=0, attention=0, inputs=0, matmuls=0)
-        if products.is_written:
-            self.writing.add(number)
-        of_matmuls = None if number in self.writing else (before.matmuls or 0) + _total(products.storages, others)
+        before = self._blocks[number] or BlockBytes(kept=0, attention=0, inputs=0)
         wide, tile = mlps.num_bytes(others)
         self._blocks[number] = BlockBytes(
             kept=before.kept + inputs + _total(saved, others),
             attention=before.attention + _total(attention.storages, others),
             inputs=before.inputs + inputs,
-            matmuls=of_matmuls,
             wide=before.wide + wide,
             tile=max(before.tile, tile),
         )

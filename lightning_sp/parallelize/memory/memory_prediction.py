@@ -30,8 +30,8 @@ from dataclasses import dataclass, replace
 
 from lightning_sp.config import every_nth
 
-# The cheapest in time first, as they are on a CPU (docs/log/memory.md). Those between "none" and "selective" recompute a part.
-CANDIDATES = ("none", "every_4", "matmuls", "every_2", "selective", "full", "full_tiled", "full_offloaded")
+# The cheapest in time first. Those between "none" and "selective" recompute a part of the blocks.
+CANDIDATES = ("none", "every_4", "every_2", "selective", "full", "full_tiled", "full_offloaded")
 # Of them, those with MLPs in tiles, as far as a model has MLPs that can be.
 TILED = ("full_tiled", "full_offloaded")
 GIB = 2**30
@@ -49,8 +49,6 @@ class BlockBytes:
         kept: without a checkpoint.
         attention: of it what the attention operator returns.
         inputs: of it the block's input.
-        matmuls: what products of matrices gave, in `kept` or not; None where "matmuls" keeps what "none" does: where nobody has measured it,
-            and of a block that writes to a product's result.
         casts: of its weights; not in `kept`. Only where it does not recompute itself.
         wide: of `kept` what tiles of its MLPs do not keep; 0 where there are none.
         tile: of one tile, whatever the step's length.
@@ -59,16 +57,13 @@ class BlockBytes:
     kept: int
     attention: int
     inputs: int
-    matmuls: int | None = None
     casts: int = 0
     wide: int = 0
     tile: int = 0
 
     def under(self, how: str) -> int:
-        """Return what it keeps: "none", "matmuls", "selective" or "full"."""
-        selective = self.inputs + self.attention
-        matmuls = self.kept if self.matmuls is None else selective + self.matmuls
-        return {"none": self.kept, "matmuls": matmuls, "selective": selective, "full": self.inputs}[how]
+        """Return what it keeps: "none", "selective" or "full"."""
+        return {"none": self.kept, "selective": self.inputs + self.attention, "full": self.inputs}[how]
 
     def computed(self, policy: str) -> int:
         """Return what it has when it has been computed again under a policy, but for a tile."""
@@ -143,7 +138,7 @@ class Moment:
 
 
 def of_each_block(policy: str, num_blocks: int) -> list[str]:
-    """Return how each block recomputes itself under a policy: "none", "matmuls", "selective" or "full"."""
+    """Return how each block recomputes itself under a policy: "none", "selective" or "full"."""
     every = every_nth(policy)
     if every is None:
         return ["full" if policy in TILED else policy] * num_blocks

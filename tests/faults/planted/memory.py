@@ -275,11 +275,11 @@ MEMORY = (
         f"{CHECKPOINTS}::test_a_block_that_writes_to_a_products_result_is_refused_by_name",
     ),
     fault(
-        "a block that writes to a product's result, whose products auto keeps",
-        "parallelize/activation_checkpointing.py",
-        'if how == "matmuls" and number in self.activations.writing:',
-        "if False:",
-        f"{CHECKPOINTS}::test_auto_lets_a_block_keep_all_that_was_seen_to_write_to_a_products_result[True]",
+        "products that torch matches by their number alone, after one that is not run again",
+        "weights/matmuls.py",
+        "        if self._number >= len(self._calls) or self._calls[self._number] != (operator, shapes):\n",
+        "        if False:\n",
+        f"{CHECKPOINTS}::test_a_block_that_runs_other_products_when_it_is_recomputed_is_refused_by_name",
     ),
     fault(
         "a model's own checkpointing beside the strategy's",

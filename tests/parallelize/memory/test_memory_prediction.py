@@ -31,16 +31,15 @@ from lightning_sp.parallelize.memory.memory_prediction import (
 )
 from lightning_sp.testing import RankPool
 
-BLOCK = BlockBytes(kept=1000, attention=150, inputs=50, matmuls=550)
+BLOCK = BlockBytes(kept=1000, attention=150, inputs=50)
 STEP = StepBytes(tokens=10, blocks=(BLOCK,) * 8, outside=200)
 
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("none", "nnnnnnnn"), ("matmuls", "mmmmmmmm"), ("every_4", "snnnsnnn"), ("every_2", "snsnsnsn"), ("every_3", "snnsnnsn"),
-        ("selective", "ssssssss"), ("full", "ffffffff"), ("full_tiled", "ffffffff"), ("full_offloaded", "ffffffff"),
-        ("every_9", "snnnnnnn"),
+        ("none", "nnnnnnnn"), ("every_4", "snnnsnnn"), ("every_2", "snsnsnsn"), ("every_3", "snnsnnsn"), ("selective", "ssssssss"),
+        ("full", "ffffffff"), ("full_tiled", "ffffffff"), ("full_offloaded", "ffffffff"), ("every_9", "snnnnnnn"),
     ],
 )  # fmt: skip
 def test_a_policy_says_how_each_block_recomputes_itself(policy, expected):
@@ -48,8 +47,8 @@ def test_a_policy_says_how_each_block_recomputes_itself(policy, expected):
 
 
 def test_a_token_adds_what_blocks_keep_one_that_is_computed_again_its_gradients_and_the_rest():
-    # Of 10 tokens: eight blocks; or some of them by 750 or 200 each, and one of 1000 at a time; or by inputs. Then gradients of 500, and 200.
-    blocks = [8000, 2 * 200 + 6000 + 800, 8 * 750 + 250, 4 * 200 + 4000 + 800, 8 * 200 + 800, *[8 * 50 + 950] * 3]
+    # Of 10 tokens: eight blocks; or some of them by 200 each, and one of 1000 at a time; or by their inputs. Then gradients of 500, and 200.
+    blocks = [8000, 2 * 200 + 6000 + 800, 4 * 200 + 4000 + 800, 8 * 200 + 800, *[8 * 50 + 950] * 3]
     expected = [each + 500 + 200 for each in blocks]
     assert [bytes_per_token(policy, STEP) for policy in CANDIDATES] == [each / 10 for each in expected]
 
@@ -78,10 +77,10 @@ def test_the_peak_is_the_most_of_the_forwards_end_and_the_backwards_begin_and_en
 
 
 def test_casts_are_kept_by_blocks_that_do_not_recompute_themselves_and_do_not_grow():
-    block = BlockBytes(kept=1000, attention=150, inputs=50, matmuls=550, casts=70)
+    block = BlockBytes(kept=1000, attention=150, inputs=50, casts=70)
     step = StepBytes(tokens=10, blocks=(block,) * 8, outside=200, outside_casts=30)
     # Of eight blocks; or some of them, and one that is computed again. Then outside of them, and gradients of one.
-    blocks = [8 * 70, 6 * 70 + 70, 70, 4 * 70 + 70, *[70] * 4]
+    blocks = [8 * 70, 6 * 70 + 70, 4 * 70 + 70, *[70] * 4]
     assert [cast_bytes(policy, step) for policy in CANDIDATES] == [each + 30 + 70 for each in blocks]
     for policy in CANDIDATES:
         assert bytes_per_token(policy, step) == bytes_per_token(policy, STEP)
@@ -96,13 +95,13 @@ def test_gradients_of_casts_are_those_of_a_block_or_of_what_is_outside():
     assert cast_bytes("every_2", step) == 20 + 30 + 0 + 30  # the last one alone is computed again
 
 
-TILES = BlockBytes(kept=1000, attention=150, inputs=50, matmuls=550, wide=600, tile=90)
+TILES = BlockBytes(kept=1000, attention=150, inputs=50, wide=600, tile=90)
 AT_HAND = StepBytes(tokens=10, blocks=(TILES,) * 8, outside=200).offering(tiles=[True] * 8, horizon=3)
 NOTHING = ModelBytes(base=0, gradients=0, optimizer=0, gathered=0)
 
 
 def test_in_tiles_a_block_that_is_computed_again_has_one_tile_of_what_is_wide():
-    for policy in CANDIDATES[:6]:
+    for policy in CANDIDATES[:5]:
         assert moments(policy, AT_HAND, NOTHING) == moments(policy, STEP, NOTHING)
     # Of 10 tokens: inputs, a block but for what is wide, its gradients, the rest. A tile and its gradients come with any length.
     assert bytes_per_token("full_tiled", AT_HAND) == (8 * 50 + 350 + 200 + 200) / 10
@@ -127,7 +126,7 @@ def test_where_inputs_leave_a_horizon_of_the_largest_is_in_memory():
 def test_what_is_not_at_hand_is_predicted_to_gain_nothing_and_is_never_taken():
     for tiles, horizon in ((False, 0), (False, 3), (True, 0)):
         step = AT_HAND.offering(tiles=[tiles] * 8, horizon=horizon)
-        full, tiled, offloaded = (moments(policy, step, NOTHING) for policy in CANDIDATES[5:])
+        full, tiled, offloaded = (moments(policy, step, NOTHING) for policy in CANDIDATES[4:])
         assert (tiled == full) == (not tiles)
         assert (offloaded == tiled) == (not horizon)
         peaks = [peak_bytes(policy, step, NOTHING, 100) for policy in CANDIDATES]
@@ -160,8 +159,8 @@ def test_a_policy_of_auto_is_said_by_the_options_of_its_user():
 @pytest.mark.parametrize(
     ("budget", "policy"),
     [
-        (10_000, "none"), (8_700, "none"), (8_699, "every_4"), (7_900, "every_4"), (7_899, "matmuls"), (6_950, "matmuls"),
-        (6_949, "every_2"), (6_300, "every_2"), (6_299, "selective"), (3_100, "selective"), (3_099, "full"), (2_050, "full"), (2_049, None),
+        (10_000, "none"), (8_700, "none"), (8_699, "every_4"), (7_900, "every_4"), (7_899, "every_2"), (6_300, "every_2"), (6_299, "selective"),
+        (3_100, "selective"), (3_099, "full"), (2_050, "full"), (2_049, None),
     ],
 )  # fmt: skip
 def test_the_cheapest_policy_that_fits_is_chosen(budget, policy):

@@ -270,7 +270,7 @@ MEMORY = (
     fault(
         "writes that are told by a count, which a view of linear's has not",
         "weights/matmuls.py",
-        "self.storages and operator._schema.is_mutable",
+        "self.storages and func._schema.is_mutable",
         "False",
         f"{CHECKPOINTS}::test_a_block_that_writes_to_a_products_result_is_refused_by_name",
     ),

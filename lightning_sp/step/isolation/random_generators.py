@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomS
 
 # What a rare branch asks of a first number between 0 and 1, or of a second: `< 0.02`, `> 0.98`. About one seed in 2,000 is such.
 _LOW, _NEXT_LOW = 0.01, 0.05
+# So many are tried: a generator of the user's own class may give one number whatever its seed.
+_MOST_SEEDS = 20_000
 
 
 class RandomGenerator:
@@ -71,14 +72,14 @@ class RandomGenerator:
 
 
 def extreme_seed(seed: Callable[[int], Any], draw: Callable[[], Any], *, low: bool) -> int:
-    """Return the first seed of a generator whose first two numbers between 0 and 1 are near to 0, or to 1.
+    """Return the first seed of a generator whose first two numbers between 0 and 1 are near to 0, or to 1; the last tried where none are.
 
     Args:
         seed: lets it draw from one.
         draw: two numbers.
         low: whether near to 0.
     """
-    for each in count():
+    for each in range(_MOST_SEEDS):
         seed(each)
         first, second = draw() if low else (1 - number for number in draw())
         if first < _LOW and second < _NEXT_LOW:

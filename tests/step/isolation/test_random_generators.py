@@ -42,3 +42,18 @@ def test_each_kind_is_told_put_back_and_seeded(kind):
 
 def test_the_systems_own_has_no_state():
     assert not is_random_generator(random.SystemRandom())
+
+
+class OneNumber(random.Random):
+    """A user's own, which gives one number whatever its seed."""
+
+    def random(self) -> float:
+        return 0.5
+
+
+def test_a_search_for_seldom_draws_ends():
+    generator = OneNumber(0)
+    before = RandomGenerator(generator)
+    before.seed_extreme(low=True)
+    before()
+    assert generator.random() == 0.5

@@ -20,8 +20,8 @@ from lightning_sp.step.isolation.users_code import is_class_of_user
 
 # A table of a number for each of 2 million samples. What is larger is their tokens.
 MAX_TABLE_BYTES = 1 << 24
-# Longer lists and dicts of tensors are samples.
-_MOST_TABLES = 64
+# Longer lists and dicts are samples, or an index of them: of tensors, and of numbers.
+_MOST_TABLES, _MOST_NUMBERS = 64, 10_000
 _CONTAINERS = (dict, list, deque, tuple)
 
 
@@ -69,4 +69,4 @@ def tables_of(owner: Any) -> Iterator[tuple[str, Any]]:
 def _may_be_table(value: Any) -> bool:
     if isinstance(value, (Tensor, np.ndarray)):
         return not isinstance(value, (nn.Parameter, np.memmap)) and value.nbytes <= MAX_TABLE_BYTES
-    return isinstance(value, (int, float, *_CONTAINERS))
+    return isinstance(value, (int, float)) or (isinstance(value, _CONTAINERS) and len(value) <= _MOST_NUMBERS)

@@ -91,12 +91,11 @@ def train(folder: str, layout: str, resumed: bool, later: bool) -> dict[str, tor
     return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
 
 
-def last_saved(folder: Path, later: bool) -> int:
-    """Return the step of the last checkpoint that a run has saved; 0 for none."""
-    if not later:
-        return last_of(folder, "saved")
+def last_saved(folder: Path) -> int:
+    """Return the step of the last checkpoint that a run has saved; 0 for none. A kill may fall between a save and its note."""
     complete = [each for each in (folder / "checkpoints").glob("last*.ckpt") if is_complete(each)]
-    return max((int(torch.load(each / META, weights_only=True)["global_step"]) for each in complete), default=0)
+    steps = (int(torch.load(each / META, weights_only=True)["global_step"]) for each in complete)
+    return max(steps, default=0)
 
 
 def last_of(folder: Path, name: str) -> int:
@@ -152,12 +151,12 @@ def one_run(number: int, folder: Path, expected: dict[str, torch.Tensor], latest
     for _ in range(draw.randint(1, 3)):
         resumed = bool(kills)
         how = _killed(folder, layout, resumed, draw, latest_s, later=later)
-        saved, began = last_saved(folder, later), last_of(folder, "began")
+        saved, began = max(last_saved(folder), last_of(folder, "saved")), last_of(folder, "began")
         if not isinstance(how, str):
             break
         kills.append({"how": how, "layout": layout, "began": began, "saved": saved})
         layout = draw.choice([*LAYOUTS])
-    saved = last_saved(folder, later)
+    saved = max(last_saved(folder), last_of(folder, "saved"))
     with RankPool(2, timeout_s=120) as pool:
         weights = pool.run(train, str(folder), layout, True, later)[0]
     # A run that was done begins no training.
@@ -166,7 +165,8 @@ def one_run(number: int, folder: Path, expected: dict[str, torch.Tensor], latest
     error = max(max_error(each, expected[name]) for name, each in weights.items())
     if not error <= TOLERANCE:
         wrong.append(f"weights differ by {error:.1e}")
-    left = sorted(each.name for each in (folder / "checkpoints").iterdir() if each.suffix != ".ckpt")
+    # A run that was done saves nothing, and names what a kill has left.
+    left = sorted(each.name for each in (folder / "checkpoints").iterdir() if each.suffix != ".ckpt" and saved < STEPS)
     if left:
         wrong.append(f"left in the folder: {', '.join(left)}")
     return {"kills": kills, "last": layout, "error": error, "wrong": wrong}

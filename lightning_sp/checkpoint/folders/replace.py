@@ -60,20 +60,24 @@ def remnants(folder: Path) -> list[Path]:
     """Return the checkpoints whose names a folder has no more, but remnants of a save that was stopped."""
     if not folder.is_dir():
         return []
-    named = {
-        each.with_name(each.name.removesuffix(suffix))
-        for each in folder.iterdir()
-        for suffix in (PARTIAL, REPLACED)
-        if each.name.endswith(suffix) and is_complete(each)
-    }
+    left = (each for each in folder.iterdir() if each.name.endswith((PARTIAL, REPLACED)))
+    named = {_named_by(each) for each in left if is_complete(each)}
     return sorted(path for path in named if not path.exists())
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """Return what saves that were stopped have left half-written in a folder. One that a run beside this is writing is among them."""
+    """Return what saves that were stopped have left in a folder, half-written, or replaced and not yet deleted: all but what `recover` renames.
+
+    One that a run beside this is writing is among them.
+    """
     if not folder.is_dir():
         return []
-    return sorted(each for each in folder.iterdir() if each.name.endswith(PARTIAL) and not is_complete(each))
+    left = (each for each in folder.iterdir() if each.name.endswith((PARTIAL, REPLACED)))
+    return sorted(each for each in left if not is_complete(each) or _named_by(each).exists())
+
+
+def _named_by(remnant: Path) -> Path:
+    return remnant.with_name(remnant.name.removesuffix(PARTIAL).removesuffix(REPLACED))
 
 
 def exchange_names(a: Path, b: Path) -> bool:

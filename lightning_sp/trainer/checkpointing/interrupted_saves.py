@@ -17,7 +17,7 @@ def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
     """Give checkpoints back the names that a save was stopped in replacing, and refuse to begin beside them. Every rank must call it.
 
     Lightning has looked for `ckpt_path="last"` before: it has found none, and would begin at step 0. A fit from a checkpoint goes on. What is
-    half-written is named: it may be deleted, unless another run is writing it.
+    half-written, or was replaced, is named: it may be deleted, unless another run is writing it.
 
     Args:
         trainer: of a fit, its callbacks set up.
@@ -35,8 +35,8 @@ def check_interrupted_saves(trainer: Any, group: ProcessGroup | None) -> None:
         folders = sorted({place for each in _dirpaths(trainer) if isinstance(place := located(each), Path)})
         if half := [str(path) for folder in folders for path in unfinished(folder)]:
             rank_zero_info(
-                f"sequence_parallel: {len(half)} checkpoints are half-written by saves that were stopped: {', '.join(half)}; delete them, if no "
-                "other run is writing them"
+                f"sequence_parallel: {len(half)} checkpoints are left by saves that were stopped, half-written, or replaced and not yet "
+                f"deleted: {', '.join(half)}; delete them, if no other run is writing them"
             )
         begins = trainer.ckpt_path is None
         said = [line for folder in folders if begins for path in remnants(folder) if (line := recover(path))]

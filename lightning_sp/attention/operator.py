@@ -341,7 +341,8 @@ def _plan(
 
 
 def _at_once(ring: Ring, k: Tensor) -> bool:
-    token_bytes = 2 * k[:, :, :1].numel() * k.element_size()
+    rows, heads, _, dim = k.shape
+    token_bytes = 2 * rows * heads * dim * k.element_size()
     return uses_all_gather(ring, token_bytes=token_bytes, device_type=k.device.type)
 
 

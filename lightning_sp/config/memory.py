@@ -48,8 +48,8 @@ class MemoryOptions:
         optimizer_in_backward: Step each unit of FSDP, a block say, when the backward has its gradients, and free them: gradients of about one
             unit are in memory, and not of all. The same to the bit. Not with gradient clipping, accumulation or manual optimization, which
             need all gradients at once.
-        loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them, 64
-            tokens at least. None: the logits of all tokens, in the copies that torch makes.
+        loss_chunk_tokens: Tokens whose logits exist at a time in the cross entropy of a language model's head. "auto": about 32 MiB of them in
+            float32, 512 MiB on a GPU, 64 tokens at least. None: the logits of all tokens, in the copies that torch makes.
         activation_checkpointing: Which transformer blocks recompute their activations in the backward. "auto": as few as a step's predicted peak
             allows by `memory_budget_gib`; none while it fits. "none". "matmuls": all of them, but never their
             attention, its communication and products of matrices: norms, activations and such. "selective": these products too, but never the

@@ -47,15 +47,15 @@ def pairs_of(loss: Tensor) -> set[tuple[str, str]]:
     """Return the pairs of operations of a loss, by their names in autograd."""
     if loss.grad_fn is None:
         return set()
-    found, visited, left = set(), {loss.grad_fn}, [loss.grad_fn]
+    found, names, left = set(), {loss.grad_fn: loss.grad_fn.name()}, [loss.grad_fn]
     while left:
         node = left.pop()
-        name = node.name()
+        name = names[node]
         for other, _ in node.next_functions:
             if other is None:
                 continue
-            found.add((name, other.name()))
-            if other not in visited:
-                visited.add(other)
+            if (of_other := names.get(other)) is None:
+                of_other = names[other] = other.name()
                 left.append(other)
+            found.add((name, of_other))
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.output_head.chunked_head import chunk_bytes
 from lightning_sp.parallelize import BlockCheckpoints, block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import budget_bytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, GIB, Moment, cheapest_policy, moments
-from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes
+from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes, vocabulary_of
 from lightning_sp.step.runner import StepRunner
 
 
@@ -56,6 +58,9 @@ class AutoCheckpointing:
             return
         in_backward = self._config.optimizer_in_backward
         model = model_bytes(module, checkpoints.blocks, optimizers, device, steps_in_backward=in_backward)
+        words = vocabulary_of(module, checkpoints.blocks)
+        loss = chunk_bytes(words, self._config.loss_chunk_tokens, batch.local_tokens, device)
+        model = replace(model, loss=loss)
         step = measured or step_of_shapes(module, checkpoints.blocks, trainer.precision, checkpoints.tiles)
         step = step.offering(tiles=checkpoints.can_tile(runner.context.global_view), horizon=checkpoints.horizon)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)

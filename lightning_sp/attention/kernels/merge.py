@@ -63,9 +63,9 @@ class BlockKernel:
             return out.flip(2), lse.flip(2)
         parts = [
             self.kernel.forward(
-                q[:, slice(*g.queries)],
-                k[:, slice(*g.keys)],
-                v[:, slice(*g.keys)],
+                of_heads(q, g.queries),
+                of_heads(k, g.keys),
+                of_heads(v, g.keys),
                 causal=kind is Kind.CAUSAL,
                 scale=self.scale,
                 positions=positions.of_heads(g.queries) if positions is not None else None,
@@ -87,15 +87,11 @@ class BlockKernel:
             return dq.flip(2), dk.flip(2), dv.flip(2)
         parts = []
         for g in self.head_groups:
-            heads, kv = slice(*g.queries), slice(*g.keys)
             parts.append(
                 self.kernel.backward(
-                    grad[:, heads],
-                    q[:, heads],
-                    k[:, kv],
-                    v[:, kv],
-                    out[:, heads],
-                    lse[:, heads],
+                    *(of_heads(each, g.queries) for each in (grad, q)),
+                    *(of_heads(each, g.keys) for each in (k, v)),
+                    *(of_heads(each, g.queries) for each in (out, lse)),
                     causal=kind is Kind.CAUSAL,
                     scale=self.scale,
                     positions=positions.of_heads(g.queries) if positions is not None else None,
@@ -219,6 +215,11 @@ def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -
     ).unsqueeze(-1)
     out.lerp_(block_out.to(out.dtype), weight.to(out.dtype).expand_as(out))
     torch.logaddexp(lse, block_lse, out=lse)
+
+
+def of_heads(tensor: Tensor, heads: Range) -> Tensor:
+    """Return some heads as a view, or the tensor itself where these are all. Shapes: (B, H, ...) -> (B, h, ...)."""
+    return tensor if heads == (0, tensor.shape[1]) else tensor[:, slice(*heads)]
 
 
 def empty_token_major(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
+from lightning_sp.devices import is_accelerator
 
-# Elements that are computed at a time: what is between the lines below is in the accumulator's dtype, and not all of it should be.
-_AT_A_TIME = 2**20
+# Elements that are computed at a time: what is between the lines below is in the accumulator's dtype, and not all of it should be. A core's
+# cache holds a million; a device's kernel of so few ends before the next one is begun.
+_AT_A_TIME, _ON_DEVICE = 2**20, 2**24
 
 
 def delta_of(grad: Tensor, out: Tensor) -> Tensor:
@@ -46,4 +48,5 @@ def out_along_gradient(grad: Tensor, delta: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> int:
-    return max(1, min(tensor.shape[2], tensor.numel() // _AT_A_TIME))
+    at_a_time = _ON_DEVICE if is_accelerator(tensor.device) else _AT_A_TIME
+    return max(1, min(tensor.shape[2], tensor.numel() // at_a_time))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, forward_step
+from lightning_sp.attention.kernels.merge import BlockKernel, backward_step, forward_step, of_heads
 from lightning_sp.attention.plan.blocks import Block
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
@@ -56,7 +56,7 @@ class QueryHeads:
 
     def of_keys(self, kv: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the keys and values of these heads, as views."""
-        return kv[0][:, slice(*self.keys)], kv[1][:, slice(*self.keys)]
+        return of_heads(kv[0], self.keys), of_heads(kv[1], self.keys)
 
     def positions(self, of_rank: ScorePositions | None) -> ScorePositions | None:
         """Return where the scores of these heads lie; None where the kernel does not ask."""

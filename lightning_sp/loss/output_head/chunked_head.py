@@ -23,13 +23,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_sp.context.own_gradients import gradients_of
+from lightning_sp.devices import is_accelerator
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.weights.vocabulary_part import VocabularyPart
 
 # From the logits (c, V) of tokens `first` to `last` to something for each of them, (c, ...).
 OfTokens = Callable[[Tensor, int, int], Tensor]
-# Of a chunk's logits in float32, and tokens that a product needs to be worth its call.
-CHUNK_BYTES, _MIN_TOKENS = 32 * 2**20, 64
+# Of a chunk's logits in float32, and tokens that a product needs to be worth its call. For each chunk a device reads the head's weight and adds
+# to its gradient, 6 GB and more of 128K words of 4,096: products of a thousand tokens hide most of that, those of 64 nothing.
+CHUNK_BYTES, _ON_DEVICE, _MIN_TOKENS = 32 * 2**20, 512 * 2**20, 64
+# Of a logit at the peak: as it was multiplied, as it is read in float32, and its gradient.
+_BYTES_OF_LOGIT = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +85,17 @@ class CrossEntropyOfTokens:
         return _sum(losses), probabilities.to(given)
 
 
-def auto_chunk_tokens(vocabulary: int) -> int:
-    """Return how many tokens' logits in float32 are about 32 MiB, 64 at least."""
-    return max(_MIN_TOKENS, CHUNK_BYTES // (4 * vocabulary))
+def auto_chunk_tokens(vocabulary: int, device: torch.device) -> int:
+    """Return how many tokens' logits in float32 are about 32 MiB, 512 on a device that the host does not wait for; 64 at least."""
+    return max(_MIN_TOKENS, (_ON_DEVICE if is_accelerator(device) else CHUNK_BYTES) // (4 * vocabulary))
+
+
+def chunk_bytes(vocabulary: int, chunk_tokens: int | str | None, tokens: int, device: torch.device) -> int:
+    """Return what the logits of a chunk are at their peak, in a step of some tokens; 0 where there are no chunks."""
+    if not vocabulary or chunk_tokens is None:
+        return 0
+    most = auto_chunk_tokens(vocabulary, device) if chunk_tokens == "auto" else int(chunk_tokens)
+    return _BYTES_OF_LOGIT * vocabulary * min(most, tokens)
 
 
 @dataclass(frozen=True)

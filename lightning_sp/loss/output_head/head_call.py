@@ -118,13 +118,13 @@ class HeadCall:
     def _copied(self, hidden: Tensor) -> Tensor:
         return hidden if self.part is None else self.part.copied(hidden)
 
-    def chunk_tokens(self, of_tokens: OfTokens) -> int:
+    def chunk_tokens(self, of_tokens: OfTokens, device: torch.device) -> int:
         """Return how many tokens' logits exist at a time for a function of them."""
         if self._chunk_tokens is not None:
             return self._chunk_tokens
         if self.part is None or isinstance(of_tokens, OfAllWords):
-            return auto_chunk_tokens(self.num_words)
-        return auto_chunk_tokens(self.part.words)
+            return auto_chunk_tokens(self.num_words, device)
+        return auto_chunk_tokens(self.part.words, device)
 
     def summed(self, hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         """Return the sum of a function of each token's logits. Shapes: (n, E) -> ()."""
@@ -137,7 +137,8 @@ class HeadCall:
     def _over_chunks(self, compute: Callable[..., Tensor], hidden: Tensor, of_tokens: OfTokens) -> Tensor:
         self._check_unchanged()
         self.gave_loss |= torch.is_grad_enabled()
-        return compute(self._copied(hidden), self.parameters, self.whole(), of_tokens, self.chunk_tokens(of_tokens))
+        chunk_tokens = self.chunk_tokens(of_tokens, hidden.device)
+        return compute(self._copied(hidden), self.parameters, self.whole(), of_tokens, chunk_tokens)
 
     def whole(self) -> HeadWeights:
         """Return the weights, whole while the unit's forward runs or as they were copied at its end."""
@@ -168,7 +169,9 @@ class LaterHeadCall(HeadCall):
         def forward(head: nn.Linear, given: Tensor) -> Tensor:
             parameters = head.weight, head.bias
             whole = cast_weights(*parameters, self.dtype)
-            return compute(self._copied(given), parameters, whole, of_tokens, self.chunk_tokens(of_tokens))
+            return compute(
+                self._copied(given), parameters, whole, of_tokens, self.chunk_tokens(of_tokens, given.device)
+            )
 
         before = vars(self._head).get("forward")
         self._head.forward = MethodType(forward, self._head)  # type: ignore[method-assign]

@@ -37,7 +37,7 @@ def check_added(root: nn.Module) -> None:
                 raise SequenceParallelError(_taken_out(user_name(each._param_fqn or name)))
             if module in present and isinstance(held, DTensor) and held is not each.sharded_param:
                 raise SequenceParallelError(_lost(user_name(each._param_fqn or name)))
-    added = [name for name, each in root.named_parameters() if each.requires_grad and not isinstance(each, DTensor)]
+    added = [name for name, each in root.named_parameters() if not isinstance(each, DTensor) and each.requires_grad]
     if not added:
         return
     # A unit that is gathered, after an evaluation say, shows its whole parameters.

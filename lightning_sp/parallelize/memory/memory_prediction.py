@@ -2,7 +2,7 @@
 
     peak(policy, s) = base + optimizer + gathered + the most of three moments           s tokens of a rank in a step
 
-    forward's end      gradients of the step before       + what blocks keep + what is outside of blocks
+    forward's end      gradients of the step before       + what blocks keep + what is outside of blocks, a chunk of logits
     backward's begin   what blocks keep + outside of them + one block as it is computed again, its gradients
     backward's end     this step's gradients              + one block as it is computed again, its gradients
 
@@ -110,6 +110,7 @@ class ModelBytes:
         gradients: this rank's shards of them; where the optimizer steps in the backward, those that are there at a time.
         optimizer: of its state, as far as it is not there.
         gathered: parameters and gradients that FSDP has whole at a time.
+        loss: of a chunk of logits, while the loss and its gradient are computed of it.
         steps_in_backward: whether a step leaves no gradient to the next one's forward.
     """
 
@@ -117,6 +118,7 @@ class ModelBytes:
     gradients: int
     optimizer: int
     gathered: int
+    loss: int = 0
     steps_in_backward: bool = False
 
 
@@ -215,7 +217,8 @@ def moments(policy: str, step: StepBytes, model: ModelBytes) -> tuple[Moment, Mo
     tile = tile_bytes(policy, step)
     one_of_casts = 2 * max(max((block.casts for block, _ in pairs), default=0), step.outside_casts)
     before = 0 if model.steps_in_backward else model.gradients
-    forward = Moment(fixed=stays + before + _kept_casts(policy, step), per_token=math.ceil(kept / step.tokens))
+    of_loss = before + model.loss
+    forward = Moment(fixed=stays + of_loss + _kept_casts(policy, step), per_token=math.ceil(kept / step.tokens))
     begin = Moment(fixed=stays + cast_bytes(policy, step) + tile, per_token=bytes_per_token(policy, step))
     end = Moment(fixed=stays + model.gradients + one_of_casts + tile, per_token=math.ceil(one / step.tokens))
     return forward, begin, end

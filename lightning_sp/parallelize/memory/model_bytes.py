@@ -91,12 +91,16 @@ def step_of_shapes(
         tiles: of the blocks' MLPs; None where none can run in tiles.
     """
     widths = [sum(sum(gathered_shape(each)[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
-    tables = [each.shape[0] for each in _outside(module, blocks) if each.dim() == 2]
     element: float = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
     if element == _HALF or "mixed" in precision:
         element = _HALF_AND_WHOLE
     mlps = [(0, 0)] * len(blocks) if tiles is None else tiles.widths()
-    return estimated_step(widths, max(tables, default=0), element, mlps)
+    return estimated_step(widths, vocabulary_of(module, blocks), element, mlps)
+
+
+def vocabulary_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
+    """Return the words of a model's largest table outside of its blocks; 0 where it has none."""
+    return max((each.shape[0] for each in _outside(module, blocks) if each.dim() == 2), default=0)
 
 
 def _state_bytes(optimizer: str, parameter: Tensor) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,11 @@ class _Entry(NamedTuple):
 
     value: Any
     writes: int
+
+    @classmethod
+    def of(cls, value: Any) -> _Entry:
+        """Return what stands there now."""
+        return cls(weakref.ref(value), num_writes(value)) if isinstance(value, Tensor) else cls(value, 0)
 
     def writes_since(self, now: Any) -> int | None:
         """Return how often it was written to since; None where another value stands there."""
@@ -99,8 +105,9 @@ class AgreedWrites:
 
     def note_gradients(self) -> None:
         """Begin to count writes to the gradients that a backward has left, before any hook: those of the backward differ from rank to rank."""
-        there = {name: each.grad for name, each in self._shards.items() if each.grad is not None}
-        self._gradients = {name: (each, num_writes(each)) for name, each in there.items()}
+        with _quickly():
+            there = {name: each.grad for name, each in self._shards.items() if each.grad is not None}
+            self._gradients = {name: (each, num_writes(each)) for name, each in there.items()}
 
     def _note_states(self, optimizer: Optimizer, *_: Any) -> None:
         """Begin to count writes to what a step has left of an optimizer's state: of shards, not of weights made whole for the step alone."""
@@ -108,19 +115,17 @@ class AgreedWrites:
         if shards.isdisjoint(map(id, optimizer.state)):
             return
         self._stepped[id(optimizer)] = optimizer
-        for parameter, state in optimizer.state.items():
-            if id(parameter) not in shards:
-                continue
-            self._states[id(parameter)] = {
-                key: _Entry(weakref.ref(value), num_writes(value)) if isinstance(value, Tensor) else _Entry(value, 0)
-                for key, value in state.items()
-            }
+        with _quickly():
+            for parameter, state in optimizer.state.items():
+                if id(parameter) in shards:
+                    self._states[id(parameter)] = {key: _Entry.of(value) for key, value in state.items()}
 
     @property
     def digest(self) -> int:
         """A number of 56 bits that tells the writes so far."""
-        numbers = (number for name, each in self._shards.items() for number in self._numbers(name, each))
-        return hash((*numbers, *self._state_writes().values())) & _BITS
+        with _quickly():
+            numbers = [number for name, each in self._shards.items() for number in self._numbers(name, each)]
+            return hash((*numbers, *self._state_writes().values())) & _BITS
 
     def described(self) -> dict[str, str]:
         """Return in words what was written, by name."""
@@ -196,6 +201,12 @@ def _called_after(plugin: Any, act: Callable[[], None]) -> Callable[[], None]:
         vars(plugin).pop("_after_closure", None)
 
     return undo
+
+
+def _quickly() -> AbstractContextManager[None]:
+    """Ask sharded tensors for what they are, their counts and gradients, without a call of Python for each: they are thousands in a step."""
+    disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return disabled
 
 
 def _nothing() -> None:

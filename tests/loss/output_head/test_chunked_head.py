@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_sp import SequenceParallelError, linear_cross_entropy
+from lightning_sp.loss.output_head.chunked_head import auto_chunk_tokens, chunk_bytes
 from lightning_sp.loss.output_head.deferred_logits import DeferredLogits
 from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.loss.reduction import losses_of_tokens, sum_and_count
@@ -129,3 +130,15 @@ def test_bfloat16_is_off_by_at_most_twice_what_logits_are(mixed):
         errors.append([float((a.float() - b).norm()) for a, b in zip(found, exact, strict=True)])
     assert logits.dtype == torch.bfloat16
     assert all(own <= 2 * plain + 1e-6 for plain, own in zip(*errors, strict=True)), errors
+
+
+@pytest.mark.parametrize(
+    ("device", "vocabulary", "tokens"), [("cpu", 32_000, 262), ("cpu", 256_000, 64), ("cuda", 128_256, 1046)]
+)
+def test_a_chunk_is_larger_on_a_device_and_its_bytes_are_known(device, vocabulary, tokens):
+    where = torch.device(device)
+    assert auto_chunk_tokens(vocabulary, where) == tokens
+    assert chunk_bytes(vocabulary, "auto", 10_000, where) == 10 * vocabulary * tokens
+    assert chunk_bytes(vocabulary, "auto", 60, where) == 600 * vocabulary
+    assert chunk_bytes(vocabulary, 5, 60, where) == 50 * vocabulary
+    assert chunk_bytes(vocabulary, None, 60, where) == chunk_bytes(0, "auto", 60, where) == 0

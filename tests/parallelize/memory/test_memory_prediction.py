@@ -74,6 +74,8 @@ def test_the_peak_is_the_most_of_the_forwards_end_and_the_backwards_begin_and_en
             assert peak_bytes(policy, step, model, 20) == max(forward, begin, end)
             freed = replace(model, steps_in_backward=True)
             assert [each.at(20) for each in moments(policy, step, freed)] == [forward - gradients, begin, end]
+            chunked = replace(model, loss=7)
+            assert [each.at(20) for each in moments(policy, step, chunked)] == [forward + 7, begin, end]
 
 
 def test_casts_are_kept_by_blocks_that_do_not_recompute_themselves_and_do_not_grow():

@@ -148,9 +148,11 @@ def shard_plain_gradients(optimizer: Any, *_: Any) -> None:
     Raises:
         SequenceParallelError: one that differs between ranks; on all of them.
     """
-    for parameter in [each for group in optimizer.param_groups for each in group["params"]]:
-        gradient = parameter.grad
-        if not isinstance(parameter, DTensor) or gradient is None or isinstance(gradient, DTensor):
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if isinstance(each, DTensor)]
+    with torch._C.DisableTorchFunctionSubclass():
+        gradients = [each.grad for each in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None or isinstance(gradient, DTensor):
             continue
         check_alike(gradient, parameter)
         # src_data_rank=None: every rank holds the whole and keeps its part.

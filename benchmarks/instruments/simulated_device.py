@@ -11,6 +11,7 @@ are real. Values read from the device are made up: zeros, and True in copies.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ NAME = "simulated"
 WAIT, COPY, DEVICE_COLLECTIVE, HOST_COLLECTIVE = "host wait", "copy", "device collective", "host collective"
 KINDS = (WAIT, COPY, DEVICE_COLLECTIVE, HOST_COLLECTIVE)
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+_NO_KERNEL = ("empty", "new_empty", "detach", "set_", "resize", "_unsafe_view", "record_stream")
 _SHAPE_OF_VALUES = ("nonzero", "masked_select", "_unique2", "unique_consecutive", "unique_dim")
 _aten = torch.ops.aten
 
@@ -147,6 +149,7 @@ class SimulatedDevice(TorchDispatchMode):
         self.device = register()
         self.noting = False
         self.notes: list[Note] = []
+        self.launches: Counter[str] = Counter()  # of kernels that compute or copy on the device, by the line that asked
         self._operators = operators
         self._shapes = FakeTensorMode(allow_non_fake_inputs=True)
         self._done: Any = None
@@ -189,6 +192,8 @@ class SimulatedDevice(TorchDispatchMode):
             with self._shapes:
                 dtype = kwargs.get("dtype") or args[0].dtype
                 return torch.empty_strided(args[0].shape, args[0].stride(), dtype=dtype, device=self.device)
+        if self.noting and not (func.is_view or func._schema.name.partition("::")[2].startswith(_NO_KERNEL)):
+            self.launches[_where()] += 1
         with self._shapes:
             return func(*args, **kwargs)
 

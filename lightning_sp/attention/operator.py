@@ -9,7 +9,7 @@ An axis of size 1 has the empty group name and its step vanishes. What the argum
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import chain, islice
 from typing import Any, ParamSpec, TypeVar
 
@@ -70,8 +70,14 @@ def _outside_autocast(body: Callable[_Given, _Returned]) -> Callable[_Given, _Re
     def outside(*args: _Given.args, **kwargs: _Given.kwargs) -> _Returned:
         first = args[0]
         assert isinstance(first, Tensor)
-        with torch.autocast(first.device.type, enabled=False):
+        if not torch.is_autocast_enabled(device := first.device.type):
             return body(*args, **kwargs)
+        # What torch.autocast(enabled=False) does, but for its cost, in each layer.
+        torch.set_autocast_enabled(device, False)
+        try:
+            return body(*args, **kwargs)
+        finally:
+            torch.set_autocast_enabled(device, True)
 
     return outside
 
@@ -242,13 +248,17 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ..
 
 def _by_name(values: tuple[Any, ...]) -> dict[str, Any]:
     """Return what belongs to the operator's arguments by their names."""
-    names = [argument.name for argument in attention_op._opoverload._schema.arguments]
-    return dict(zip(names, values, strict=True))
+    return dict(zip(_names(), values, strict=True))
 
 
 def _in_order(**gradients: Any) -> tuple[Any, ...]:
     """Return gradients in the order of the operator's arguments, None for those without one."""
-    return tuple(gradients.get(argument.name) for argument in attention_op._opoverload._schema.arguments)
+    return tuple(map(gradients.get, _names()))
+
+
+@lru_cache(maxsize=1)
+def _names() -> tuple[str, ...]:
+    return tuple(argument.name for argument in attention_op._opoverload._schema.arguments)
 
 
 attention_op.register_autograd(_backward, setup_context=_save)

@@ -228,5 +228,10 @@ def takes_host_tensors(group: ProcessGroup) -> bool:
 
 def is_gloo_on_cpu(group: ProcessGroup) -> bool:
     """Return whether a group moves host tensors by gloo."""
-    cpu = torch.device("cpu")
-    return takes_host_tensors(group) and group._get_backend(cpu).name() == "gloo"
+    if (known := _by_gloo.get(group)) is None:
+        cpu = torch.device("cpu")
+        known = _by_gloo[group] = takes_host_tensors(group) and group._get_backend(cpu).name() == "gloo"
+    return known
+
+
+_by_gloo: weakref.WeakKeyDictionary[ProcessGroup, bool] = weakref.WeakKeyDictionary()

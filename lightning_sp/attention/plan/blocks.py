@@ -113,6 +113,7 @@ class Plan:
             runs = [[part for run in row for part in restricted(run, sparsity)] for row in runs]
         self._runs = runs
         self._steps: dict[Range, tuple[Block, ...]] = {}
+        self._arriving: dict[Range, tuple[tuple[Range, ...], tuple[Block, ...]]] = {}
         self._all_gather: dict[int, AllGatherPlan] = {}
 
     def blocks(self, query_rank: int, key_rank: int) -> tuple[Block, ...]:
@@ -121,6 +122,15 @@ class Plan:
         if pair not in self._steps:
             self._steps[pair] = self._between(query_rank, self._chunks(key_rank))
         return self._steps[pair]
+
+    def arriving(self, query_rank: int, key_rank: int) -> tuple[tuple[Range, ...], tuple[Block, ...]]:
+        """Return the ranges of ring rank `key_rank`'s keys that travel to `query_rank`, and the blocks on them as they lie then."""
+        pair = (query_rank, key_rank)
+        if pair not in self._arriving:
+            blocks = self.blocks(query_rank, key_rank)
+            ranges = key_ranges(blocks)
+            self._arriving[pair] = tuple(ranges), tuple(renumbered(blocks, ranges))
+        return self._arriving[pair]
 
     def all_gather(self, query_rank: int) -> AllGatherPlan:
         """Return the blocks of a ring rank's queries against all keys at once."""

@@ -14,7 +14,7 @@ Source: stages of heads, and keys once for their group, Untied Ulysses, arXiv:26
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from lightning_sp.attention.kernels.merge import HeadGroup
@@ -41,6 +41,14 @@ class HeadSplit:
     size: int
     num_stages: int = 1
     stages: Range | None = None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """What each kept answer is looked up by: dozens of times in a call."""
+        return hash((self.num_heads, self.num_kv_heads, self.size, self.num_stages, self.stages))
 
     @property
     def first_stage(self) -> int:
@@ -89,6 +97,7 @@ class HeadSplit:
         begun = [each for each in self.passes() if each.first_stage in range(*self._meant)]
         return (begun[0].keys(rank)[0], begun[-1].keys(rank)[1]) if begun else (0, 0)
 
+    @_kept
     def width(self, rank: int) -> int:
         """Return how many heads of q, k and v together travel to a rank, per token."""
         return length(self.queries(rank)) + 2 * length(self.travelling(rank))
@@ -117,6 +126,12 @@ class HeadSplit:
         """Return whether a stage begins with a key-value head of its own, on every rank: all exchange in one order, so all have equal passes."""
         own, shared = self.num_heads // self.size, self.num_heads // self.num_kv_heads
         return stage == 0 or (own % shared == 0 and own // self.num_stages * stage % shared == 0)
+
+
+@_kept
+def head_split(num_heads: int, num_kv_heads: int, size: int, num_stages: int) -> HeadSplit:
+    """Return the split of these numbers, the same one at each call: it knows its answers."""
+    return HeadSplit(num_heads, num_kv_heads, size, num_stages)
 
 
 def length(heads: Range) -> int:

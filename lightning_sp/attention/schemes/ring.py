@@ -30,7 +30,7 @@ from typing import TypeVar
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_sp.attention.plan.blocks import AllGatherPlan, Block, Plan, key_ranges, renumbered
+from lightning_sp.attention.plan.blocks import AllGatherPlan, Block, Plan
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.query_heads import QueryHeads, SavedHeads, backward_of_parts
 from lightning_sp.attention.schemes.select_transport import transports_for
@@ -92,19 +92,17 @@ class Ring:
         keys = global_positions(layout.for_length(length).ring_chunks(length, source), k.device, arriving)
         return ScorePositions((0, k.shape[0]), self.heads, queries, keys)
 
-    def arriving(self, hop: int) -> tuple[list[Range], list[Block]]:
+    def arriving(self, hop: int) -> tuple[tuple[Range, ...], tuple[Block, ...]]:
         """Return the ranges of the source's keys that arrive in a hop, and the blocks on them as they lie then."""
-        blocks = self.plan.blocks(self.rank, self.source(hop))
-        ranges = key_ranges(blocks)
-        return ranges, renumbered(blocks, ranges)
+        return self.plan.arriving(self.rank, self.source(hop))
 
-    def leaving(self, hop: int) -> list[Range]:
+    def leaving(self, hop: int) -> tuple[Range, ...]:
         """Return the ranges of this rank's keys that the target needs in a hop."""
-        return key_ranges(self.plan.blocks(self.target(hop), self.rank))
+        return self.plan.arriving(self.target(hop), self.rank)[0]
 
-    def needed(self, hop: int) -> list[Range]:
+    def needed(self, hop: int) -> tuple[Range, ...]:
         """Return the ranges of the source's keys that this rank needs in a hop."""
-        return key_ranges(self.plan.blocks(self.rank, self.source(hop)))
+        return self.plan.arriving(self.rank, self.source(hop))[0]
 
     @property
     def all_gather(self) -> AllGatherPlan:

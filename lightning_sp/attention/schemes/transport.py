@@ -33,11 +33,11 @@ class RingNeighbours(Protocol):
         """Return the rank to which this rank's keys go in a hop."""
         ...
 
-    def needed(self, hop: int) -> list[Range]:
+    def needed(self, hop: int) -> tuple[Range, ...]:
         """Return the ranges of the source's keys that this rank needs in a hop."""
         ...
 
-    def leaving(self, hop: int) -> list[Range]:
+    def leaving(self, hop: int) -> tuple[Range, ...]:
         """Return the ranges of this rank's keys that the target needs in a hop."""
         ...
 
@@ -124,7 +124,7 @@ class HomewardGradients:
         self._ring, self._hops = ring, hops
         self._dkv = dkv  # (S, 2, B, K, D), with this rank's own part
         self._arriving: Arriving | None = None
-        self._ranges: list[Range] = []
+        self._ranges: tuple[Range, ...] = ()
 
     def send(self, hop: int, gradients: tuple[Tensor, Tensor] | None) -> None:
         """Send a hop's partial (dk, dv) home once the last hop's has been added here; None where this rank used no key."""

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -41,7 +42,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.attention.plan.intervals import Range
 from lightning_sp.attention.schemes.even_heads import EvenHeads, even_heads
-from lightning_sp.attention.schemes.head_split import HeadSplit, length
+from lightning_sp.attention.schemes.head_split import HeadSplit, head_split, length
 from lightning_sp.comm.collectives import Exchange, exchange
 
 
@@ -59,7 +60,7 @@ class Ulysses:
         group = comm.group_by_name(group_name)
         # Under dynamic shapes the numbers of heads are symbols; a model has fixed ones, so specialising on them costs nothing.
         size = comm.size_of(group)
-        split = HeadSplit(int(num_heads), int(num_kv_heads), size, num_stages if size > 1 else 1)
+        split = head_split(int(num_heads), int(num_kv_heads), size, num_stages if size > 1 else 1)
         return cls(split=split, group=group, rank=comm.rank_in(group))
 
     @property
@@ -178,7 +179,7 @@ def lay_side_by_side(parts: Sequence[Tensor], heads: Sequence[Range], whole: Ten
 def _pack(tensors: Sequence[Tensor], heads: Sequence[tuple[Range, ...]]) -> tuple[Tensor, list[int]]:
     """Return one flat buffer, destination by destination, each token-major, and each destination's element count."""
     batch, _, tokens, dim = tensors[0].shape
-    widths = [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
+    widths = _widths(tuple(heads))
     counts = [tokens * batch * width * dim for width in widths]
     buffer = tensors[0].new_empty(sum(counts))
     if even := _even(heads, tensors):
@@ -203,7 +204,7 @@ def _lay(received: Tensor, heads: Sequence[tuple[Range, ...]], whole: Sequence[T
     Shapes: flat, from each rank u (s, B, sum of its heads, D); whole (B, H, s, D) each.
     """
     batch, _, tokens, dim = whole[0].shape
-    widths = [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
+    widths = _widths(tuple(heads))
     if even := _even(heads, whole):
         parts = received.view(len(widths), tokens, batch, widths[0], dim).split_with_sizes(
             [each.width for each in even], 3
@@ -220,6 +221,12 @@ def _lay(received: Tensor, heads: Sequence[tuple[Range, ...]], whole: Sequence[T
     ]
     for parts, ranges, into in zip(zip(*per_rank, strict=True), heads, whole, strict=True):
         lay_side_by_side(parts, ranges, into)
+
+
+@lru_cache(maxsize=4096)
+def _widths(heads: tuple[tuple[Range, ...], ...]) -> list[int]:
+    """Return the heads of each rank in all tensors together."""
+    return [sum(length(own) for own in of_a_rank) for of_a_rank in zip(*heads, strict=True)]
 
 
 def _even(heads: Sequence[tuple[Range, ...]], tensors: Sequence[Tensor]) -> list[EvenHeads]:

@@ -272,7 +272,8 @@ def count(world: World) -> dict[str, Any]:
         max_steps=WARMUP_STEPS + COUNTED_STEPS + 1, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[counted],
     )  # fmt: skip
-    with _without_data(), device:
+    # The backward runs in this thread, whose lines are measured.
+    with _without_data(), device, torch.autograd.set_multithreading_enabled(False):
         _costs()
         trainer.fit(_User(world), DataLoader(_Sequences(world), batch_size=1))
     lines = Counter((note.kind, note.what, note.where) for note in device.notes)

@@ -14,7 +14,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZ
 WORKERS ?= 2
 AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-all test-long faults models flows blocks compile kills soak cluster gpu lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long fuzz faults models flows blocks compile kills soak cluster gpu lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -30,6 +30,9 @@ test-all: lint  ## lint, then every test
 
 test-long: $(STAMP)  ## the tests that draw their cases (Hypothesis), with many more of them
 	$(TEST_ENV) $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=long --timeout 3600 $(ARGS)
+
+fuzz: $(STAMP)  ## damaged files and options of any value, drawn for an hour; ARGS="--minutes 5"
+	$(TEST_ENV) $(BIN)/python -m tools.fuzz $(ARGS)
 
 faults: $(STAMP)  ## put each fault of others back and see a test fail; ARGS="lse --resume .cache/faults.json"
 	$(TEST_ENV) $(BIN)/python -m tests.faults --workers $(WORKERS) $(ARGS)

@@ -15,18 +15,14 @@ import cProfile
 import gc
 import json
 import logging
-import pstats
-import statistics
 import subprocess
 import sys
-import timeit
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import lightning.pytorch as pl
@@ -39,6 +35,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset
 
+from benchmarks.instruments.own_seconds import own_seconds, profiler_costs
 from benchmarks.instruments.simulated_device import KINDS, NAME, SimulatedDevice, register
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.attention import operator
@@ -47,7 +44,6 @@ from lightning_sp.models.llama import Llama, LlamaConfig
 # Llama 3 8B; its depth is an argument, for what a layer costs is the difference between two depths.
 LLAMA = dict(vocab_size=128_256, dim=4096, num_heads=32, num_kv_heads=8, hidden_dim=14_336)
 WARMUP_STEPS, COUNTED_STEPS = 2, 7
-_DEVICE = ("inner", "_compile.py")  # torch's, around the simulated device's __torch_dispatch__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,13 +270,13 @@ def count(world: World) -> dict[str, Any]:
     )  # fmt: skip
     # The backward runs in this thread, whose lines are measured.
     with _without_data(), device, torch.autograd.set_multithreading_enabled(False):
-        _costs()
+        costs = profiler_costs(lambda: torch.empty(2, 4, device=register()))
         trainer.fit(_User(world), DataLoader(_Sequences(world), batch_size=1))
     lines = Counter((note.kind, note.what, note.where) for note in device.notes)
     groups = Counter((note.kind, note.group, note.what) for note in device.notes if "collective" in note.kind)
     return {
         "world": asdict(world),
-        "ms": sum(own_seconds(counted.profiles).values()) * 1e3,
+        "ms": sum(own_seconds(counted.profiles, _is_measured, costs).values()) * 1e3,
         "bytes": sum(note.num_bytes for note in device.notes if note.kind == "device collective") / COUNTED_STEPS,
         "launches": {where: n / COUNTED_STEPS for where, n in device.launches.most_common()},
         "counts": {kind: sum(each.kind == kind for each in device.notes) / COUNTED_STEPS for kind in KINDS},
@@ -289,104 +285,8 @@ def count(world: World) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def own_seconds(profiles: Sequence[cProfile.Profile]) -> dict[str, float]:
-    """Return the seconds of a step in each function of the package and in Python's own functions that it calls: the median of the steps.
-
-    Without what the profiler itself takes of each call, and without torch's functions: those that a line names (`torch.cat`), and those
-    behind an operator or an index (`heads[:, :4]`), which no profiler tells from the line; here these are slow, for no device is there.
-    """
-    costs = _costs()
-    steps: dict[str, list[float]] = defaultdict(list)
-    for profile in profiles:
-        step: Counter[str] = Counter()
-        for (file, line, name), (_, calls, own, _, callers) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-            is_own = _is_own(file)
-            if is_own:
-                step[_place(file, line, name)] += own - calls * costs.called
-            for (caller, caller_line, caller_name), (_, n, seconds, _) in callers.items():
-                if not _is_own(caller):
-                    continue
-                builtin = file == "~"
-                if builtin and "torch" not in name:
-                    step[name] += seconds - n * costs.builtin_called
-                cost = costs.calling_builtin if builtin else costs.calling
-                if (name, file.rpartition("/")[2]) == _DEVICE:
-                    cost = costs.index
-                step[_place(caller, caller_line, caller_name)] -= n * cost
-        for where, seconds in step.items():
-            steps[where].append(seconds)
-    return {
-        where: max(0.0, statistics.median([*seconds, *[0.0] * (len(profiles) - len(seconds))]))
-        for where, seconds in steps.items()
-    }
-
-
-def _place(file: str, line: int, name: str) -> str:
-    return f"{file.rpartition('/lightning_sp/')[2]}:{line} {name}"
-
-
-class _Costs(NamedTuple):
-    """Seconds that a profile holds too much of one call.
-
-    Args:
-        calling: in the caller of a function.
-        called: in the function.
-        calling_builtin: in the caller of a function that is not of Python.
-        builtin_called: in that one.
-        index: in a line that indexes a tensor of the simulated device, for each operator that this runs: all but the device's own lines.
-    """
-
-    calling: float
-    called: float
-    calling_builtin: float
-    builtin_called: float
-    index: float
-
-
-@lru_cache(maxsize=1)
-def _costs(times: int = 20_000) -> _Costs:
-    """Measure what this machine's profiler takes, within a simulated device."""
-
-    def nothing() -> None: ...
-
-    def loop() -> None:
-        for _ in range(times):
-            pass
-
-    def calls() -> None:
-        for _ in range(times):
-            nothing()
-
-    def builtins() -> None:
-        for _ in range(times):
-            len(())
-
-    def indices(tensor: Tensor) -> None:
-        for _ in range(times // 100):
-            tensor[:, 1:2]
-
-    def profiled(function: Callable[..., None], *given: Any) -> dict[str, tuple[int, float]]:
-        profile = cProfile.Profile()
-        profile.runcall(function, *given)
-        return {name: (n, own) for (_, _, name), (_, n, own, _, _) in pstats.Stats(profile).stats.items()}  # type: ignore[attr-defined]
-
-    def seconds(function: Callable[[], None]) -> float:
-        return min(timeit.repeat(function, number=1, repeat=5)) / times
-
-    in_calls, in_builtins = profiled(calls), profiled(builtins)
-    in_indices = profiled(indices, torch.empty(2, 4, device=register()))
-    called, empty = in_calls["nothing"][1] / times, seconds(loop)
-    return _Costs(
-        calling=in_calls["calls"][1] / times - empty - max(0.0, seconds(calls) - empty - called),
-        called=called,
-        calling_builtin=in_builtins["builtins"][1] / times - empty,
-        builtin_called=in_builtins["<built-in method builtins.len>"][1] / times,
-        index=in_indices["indices"][1] / in_indices[_DEVICE[0]][0],
-    )
-
-
-def _is_own(file: str) -> bool:
-    return "/lightning_sp/" in file and "/lightning_sp/models/" not in file
+def _is_measured(file: str) -> bool:
+    return "/lightning_sp/" in file and not any(f"/lightning_sp/{part}/" in file for part in ("models", "attention"))
 
 
 def _in_a_process(**options: Any) -> dict[str, Any]:

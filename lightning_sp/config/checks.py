@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
 
 # A number of ranks or tokens, or the choice left to the strategy.
 Size = int | Literal["auto"]
+_YEAR_S = 366 * 24 * 3600
 
 
 def check_switches(options: DataclassInstance) -> None:
@@ -26,17 +26,18 @@ def check_switches(options: DataclassInstance) -> None:
             raise SequenceParallelError(f"{option.name}={given!r}: must be True, False or None")
 
 
-def check_name(option: str, given: str, known: tuple[str, ...]) -> None:
+def check_name(option: str, given: Any, known: tuple[str, ...]) -> None:
     """Refuse a name that is not known."""
     if given not in known:
-        raise SequenceParallelError(f"{option}={given!r}: must be one of {', '.join(known)}{closest(given, known)}")
+        meant = closest(given, known) if isinstance(given, str) else ""
+        raise SequenceParallelError(f"{option}={given!r}: must be one of {', '.join(known)}{meant}")
 
 
 def check_seconds(option: str, given: float) -> None:
-    """Refuse a time that is not positive."""
+    """Refuse a time that is not positive, or longer than any run: torch's limits cannot hold all of them."""
     is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
-    if not is_number or not 0 < given < math.inf:
-        raise SequenceParallelError(f"{option}={given!r}: must be positive, in seconds")
+    if not is_number or not 0 < given <= _YEAR_S:
+        raise SequenceParallelError(f"{option}={given!r}: must be positive, in seconds, and a year at most ({_YEAR_S})")
 
 
 def check_size(option: str, given: Any) -> None:

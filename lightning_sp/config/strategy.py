@@ -96,7 +96,12 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             "preflight_tokens",
         ):
             check_size(name, getattr(self, name))
-        for name, dim in (self.sequence_dims or {}).items():
+        dims: Any = {} if self.sequence_dims is None else self.sequence_dims
+        if not isinstance(dims, Mapping) or not all(isinstance(name, str) for name in dims):
+            raise SequenceParallelError(
+                f"sequence_dims={dims!r}: must be entries by name, with the number of a dim each"
+            )
+        for name, dim in dims.items():
             if isinstance(dim, bool) or not isinstance(dim, int):
                 raise SequenceParallelError(f"sequence_dims[{name!r}]={dim!r}: must be the number of a dim")
         check_name("balance", self.balance, BALANCES)

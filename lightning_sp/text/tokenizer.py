@@ -93,15 +93,19 @@ class HuggingFaceTokenizer:
         return np.asarray(ids, dtype=np.int64)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
+def load_tokenizer(name: str | Path) -> Tokenizer:
     """Return the tokenizer of an option string.
 
     Raises:
         SequenceParallelError: When it is neither "bytes" nor a tokenizer's file or folder, with the nearest name.
     """
-    path = Path(name).expanduser()
+    if not isinstance(name, (str, Path)):
+        raise SequenceParallelError(
+            f"tokenizer={name!r}: must be 'bytes', a tokenizers .json file or a tokenizer's folder"
+        )
     if name == "bytes":
         return ByteTokenizer()
+    path, name = Path(name).expanduser(), str(name)
     if path.is_dir():
         return HuggingFaceTokenizer(path)
     if path.is_file() and path.suffix == ".json":

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks.gpu.kernels import RIGHT, SPEED
 from benchmarks.gpu.links import LINKS
+from benchmarks.gpu.loss import LOSS
 from benchmarks.gpu.part import Case, Part, Row, Setting
 from benchmarks.gpu.ranks import RANKS
 from benchmarks.gpu.training import PROFILE, STEPS
@@ -69,6 +70,7 @@ PARTS: dict[str, Part] = {
     "tests": Part("every layout of four ranks on the one device, through the production code", 200, _tests),
     "ranks": RANKS,
     "profile": PROFILE,
+    "loss": LOSS,
     "steps": STEPS,
     "speed": SPEED,
     "links": LINKS,

@@ -19,7 +19,7 @@ RUN = "import sys; from benchmarks.gpu.__main__ import main; [main([p, '--here',
 
 @pytest.mark.slow
 def test_every_part_answers_all_its_cases(tmp_path):
-    parts = ["right", "profile", "steps", "speed", "ranks"]
+    parts = ["right", "profile", "loss", "steps", "speed", "ranks"]
     command = [sys.executable, "-c", RUN, " ".join(parts), *TINY, "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -37,7 +37,11 @@ PLAIN = (
     | st.sampled_from(WORDS)
     | st.binary(max_size=3)
 )
-VALUES = PLAIN | st.lists(PLAIN, max_size=3) | st.tuples(PLAIN, PLAIN) | st.dictionaries(PLAIN, PLAIN, max_size=3)
+# Those that an option may take, so that a wrong one is met beside them.
+LIKELY = st.sampled_from((True, False, None, "auto", 1, 2, 0.5, "none", "full", "recomputed", "host", "disk", {"x": 1}))
+VALUES = (
+    LIKELY | PLAIN | st.lists(PLAIN, max_size=3) | st.tuples(PLAIN, PLAIN) | st.dictionaries(PLAIN, PLAIN, max_size=3)
+)
 
 
 def options_of(kind):
@@ -51,7 +55,7 @@ def options_of(kind):
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_value_is_taken_or_refused_by_the_options_name(kind, data):
-    options = data.draw(st.dictionaries(st.sampled_from(options_of(kind)), VALUES, min_size=1, max_size=2))
+    options = data.draw(st.dictionaries(st.sampled_from(options_of(kind)), VALUES, min_size=1, max_size=4))
     said = None
     try:
         kind(**options)

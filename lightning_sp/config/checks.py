@@ -40,6 +40,12 @@ def check_seconds(option: str, given: float) -> None:
         raise SequenceParallelError(f"{option}={given!r}: must be positive, in seconds, and a year at most ({_YEAR_S})")
 
 
+def check_count(option: str, given: Any) -> None:
+    """Refuse what is no positive integer."""
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise SequenceParallelError(f"{option}={given!r}: must be a positive integer")
+
+
 def check_size(option: str, given: Any) -> None:
     """Refuse what is neither a positive integer nor "auto"."""
     if given != "auto" and (isinstance(given, bool) or not isinstance(given, int) or given < 1):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lightning_sp.config.attention import AttentionOptions
-from lightning_sp.config.checks import Size, check_name, check_seconds, check_size
+from lightning_sp.config.checks import Size, check_count, check_name, check_seconds, check_size
 from lightning_sp.config.memory import MemoryOptions
 from lightning_sp.config.tensor_parallel import check_tensor_parallel
 from lightning_sp.errors import SequenceParallelError, closest
@@ -96,6 +96,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             "preflight_tokens",
         ):
             check_size(name, getattr(self, name))
+        check_count("tensor_parallel_size", self.tensor_parallel_size)  # before others are held against it
         dims: Any = {} if self.sequence_dims is None else self.sequence_dims
         if not isinstance(dims, Mapping) or not all(isinstance(name, str) for name in dims):
             raise SequenceParallelError(

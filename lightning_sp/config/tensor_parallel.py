@@ -27,16 +27,14 @@ TENSOR_PARALLEL_STYLES = (
 )
 
 
-def check_tensor_parallel(size: Any, plan: Any, against: Mapping[str, str]) -> None:
-    """Refuse a size that is no positive number, a plan without one above 1 or of other styles, and other options that do not go with it.
+def check_tensor_parallel(size: int, plan: Any, against: Mapping[str, str]) -> None:
+    """Refuse a plan without a size above 1 or of other styles, and other options that do not go with it.
 
     Args:
-        size: as given.
+        size: a positive integer.
         plan: as given.
         against: other options that were given, and why they do not go with split layers.
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise SequenceParallelError(f"tensor_parallel_size={size!r}: must be a positive integer")
     if plan is not None and (
         not isinstance(plan, Mapping) or not all(isinstance(each, str) for pair in plan.items() for each in pair)
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,10 +12,15 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 
 
-def read_position_ids(given: Tensor | None, rows: int, length: int) -> tuple[Tensor, bool]:
+def read_position_ids(given: Any, rows: int, length: int) -> tuple[Tensor, bool]:
     """Return the positions of every row, (rows, length), and whether the batch gave them; 0, 1, 2, ... where it did not."""
     if given is None:
         return torch.arange(length).expand(rows, length), False
+    if not isinstance(given, Tensor):
+        raise SequenceParallelError(
+            f"position_ids that are no tensor, but of type {type(given).__name__}: must be (batch, tokens), ({rows}, {length}) here; make them "
+            "one in the dataset or its collate_fn, torch.as_tensor(positions), or leave them out where they count 0, 1, 2, ..."
+        )
     if given.dim() != 2:
         raise SequenceParallelError(
             f"position_ids of shape {tuple(given.shape)}: must be (batch, tokens), ({rows}, {length}) here; reshape them in the dataset or its "

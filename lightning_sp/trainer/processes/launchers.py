@@ -21,7 +21,7 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.trainer.processes.other_ranks import wait_at_exit, wait_no_more
-from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, STARTED_IN, is_stopped
+from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, STARTED_IN, is_stopped, note_started
 
 # On a busy machine the first process takes seconds from the error of a connection to its own.
 _SAYS_WHY_S = 8.0
@@ -94,13 +94,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _call_children_scripts(self) -> None:
         os.environ[STARTED_BY] = str(os.getpid())  # the ranks get this environment
         os.environ[STARTED_IN] = "main" if threading.current_thread() is threading.main_thread() else ""
-        os.environ.pop(RUN, None)
-        if self.num_nodes == 1:
-            os.environ[RUN] = uuid.uuid4().hex
+        os.environ[RUN] = uuid.uuid4().hex if self.num_nodes == 1 else ""
+        note_started(os.environ[RUN])
         try:
             super()._call_children_scripts()
         finally:
-            del os.environ[STARTED_BY], os.environ[STARTED_IN]
+            del os.environ[STARTED_BY], os.environ[STARTED_IN], os.environ[RUN]
         wait_at_exit(self.procs, late_s=self._late_s, tell=comm.tell_end_of_script)
         # Lightning's observer gets this list.
         self.procs[:] = [cast(Any, ChildRank(each)) for each in self.procs]

@@ -20,12 +20,26 @@ from threading import Event, Thread
 STARTED_BY = "LIGHTNING_SP_STARTED_BY"
 # Set by it, too: "main" where its main thread did, whose end is that of the process.
 STARTED_IN = "LIGHTNING_SP_STARTED_IN"
-# Set by it for itself, too: what the ranks of its run have alike, and those of another run on one port do not.
+# Set by it, too: what the ranks of its run have alike, and those of another run on one port do not.
 RUN = "LIGHTNING_SP_RUN"
 # A rank may notice by itself that another is gone, and say so: it has this long.
 GRACE_S = 3.0
 _POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1
+
+
+# Of the ranks that this process has started, the last ones: its environment is the user's.
+_started: list[str] = []
+
+
+def note_started(run: str) -> None:
+    """Note the run of the ranks that this process starts, empty where others start ranks of it too."""
+    _started[:] = [run]
+
+
+def run_of(environment: Mapping[str, str]) -> str:
+    """Return the run of this rank, by who has started it or what it has started; empty for none that is known."""
+    return _started[0] if _started else environment.get(RUN, "")
 
 
 class ParentWatch:

@@ -32,7 +32,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.nodes import ranks_per_node
 from lightning_sp.trainer.processes.joining import check_local_rank, how_started, while_joining
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher, run
-from lightning_sp.trainer.processes.parent import RUN, STARTED_BY, ParentWatch
+from lightning_sp.trainer.processes.parent import STARTED_BY, ParentWatch, run_of
 from lightning_sp.trainer.processes.script_end import tell_error_at_exit
 from lightning_sp.trainer.processes.variables import check_variables
 
@@ -173,7 +173,7 @@ class ProcessStrategy(ParallelStrategy):
         comm.check_port()
         at = self.cluster_environment.main_address, self.cluster_environment.main_port
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = at[0], str(at[1])  # as Lightning does a moment later
-        return comm.joined_store(rank, size, limit, at=at, run=os.environ.get(RUN, ""))
+        return comm.joined_store(rank, size, limit, at=at, run=run_of(os.environ))
 
     def _how_started(self) -> str:
         return how_started(

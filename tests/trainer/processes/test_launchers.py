@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from lightning_sp.trainer.processes import other_ranks, parent
-from lightning_sp.trainer.processes.launchers import ChildRank
+from lightning_sp.trainer.processes import launchers, other_ranks, parent
+from lightning_sp.trainer.processes.launchers import ChildRank, ScriptLauncher
 
 
 def test_the_end_of_a_rank_is_told_a_moment_later():
@@ -141,3 +142,22 @@ def is_there(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def test_ranks_know_their_run_and_the_environment_of_who_starts_them_stays_the_users(monkeypatch):
+    given: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        launchers._SubprocessScriptLauncher, "_call_children_scripts", lambda _: given.append(dict(os.environ))
+    )
+    monkeypatch.setattr(parent, "_started", [])
+    monkeypatch.delenv(parent.RUN, raising=False)
+    before = dict(os.environ)
+    for num_nodes in (1, 2):
+        launcher = ScriptLauncher(LightningEnvironment(), 2, num_nodes, late_s=1.0)
+        launcher._call_children_scripts()
+        assert dict(os.environ) == before
+        own = parent.run_of(os.environ)
+        assert given[-1][parent.RUN] == own
+        assert bool(own) == (num_nodes == 1), "ranks of other nodes are started by others"
+    monkeypatch.setattr(parent, "_started", [])
+    assert [parent.run_of(each) for each in given] == [given[0][parent.RUN], ""]

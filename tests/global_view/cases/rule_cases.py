@@ -262,6 +262,7 @@ CASES: dict[str, Case] = {
     "normalize and cosine": lambda x, ids, mask, w: F.cosine_similarity(
         F.normalize(x, dim=-1), w.rows[:, None], dim=-1
     ),
+    "each token beside the first by its angle": lambda x, ids, mask, w: F.cosine_similarity(x[:, :1], x.sin(), dim=-1),
     "smooth l1 of tokens": lambda x, ids, mask, w: F.smooth_l1_loss(x, w.positions.expand_as(x)),
     "kl of a teacher": lambda x, ids, mask, w: F.kl_div(
         F.linear(x, w.head).log_softmax(-1), F.linear(x.detach().cos(), w.head).softmax(-1), reduction="batchmean"

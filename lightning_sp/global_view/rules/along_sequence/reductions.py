@@ -252,11 +252,10 @@ def normalize(call: Call) -> Any:
 
 
 def similarity(call: Call) -> Any:
-    """Compare what lies along the sequence by its angle."""
+    """Compare what lies along the sequence by its angle, or along another dim where one token stands for all."""
     a, b = call.argument(0, "x1"), call.argument(1, "x2")
     dim, least = call.argument(2, "dim", 1), call.argument(3, "eps", 1e-8)
-    given = [each for each in (a, b) if is_sequence(each)]
-    if a.dim() != b.dim() or any(each.placement.dim != dim % a.dim() for each in given) or a.shape[dim] != b.shape[dim]:
+    if a.dim() != b.dim() or a.shape[dim] != b.shape[dim]:
         return NO_RULE
     lengths = [torch.linalg.vector_norm(each, 2, dim).clamp_min(least) for each in (a, b)]
     return (a * b).sum(dim) / (lengths[0] * lengths[1])

@@ -14,7 +14,7 @@ TEST_ENV := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZ
 WORKERS ?= 2
 AT_A_TIME := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help train test test-all test-long fuzz faults models flows blocks compile kills soak cluster gpu lint format matrix wheel clean FORCE
+.PHONY: help train test test-all test-long fuzz faults models flows drawn blocks compile kills soak cluster gpu lint format matrix wheel clean FORCE
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 12
@@ -42,6 +42,9 @@ models: $(STAMP)  ## try the models of transformers, write docs/models.md; ARGS=
 
 flows: $(STAMP)  ## try what users do around a model, write docs/flows.md; ARGS="dpo lora" renews their rows
 	$(TEST_ENV) $(BIN)/python -m tools.flows --workers $(WORKERS) $(ARGS)
+
+drawn: $(STAMP)  ## small models that are drawn, each exact or refused by name; ARGS="--models 20 --seed 7000"
+	$(TEST_ENV) $(BIN)/python -m tools.drawn_models $(ARGS)
 
 blocks: $(STAMP)  ## models of x-transformers, LitGPT and torchtune, each library in a folder of its own, in the global view
 	$(TEST_ENV) $(BIN)/python -m tools.library_blocks $(ARGS)

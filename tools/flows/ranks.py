@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ring 2": (2, {"ring_size": 2}),
     "data 2 x ring 2": (4, {"data_parallel_size": 2, "ring_size": 2}),
     "data 2": (2, {"data_parallel_size": 2}),
+    "ulysses 2 x ring 2": (4, {"ulysses_size": 2, "ring_size": 2}),
 }
 USUAL = ("ulysses 2", "ring 2", "data 2 x ring 2")
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -51,10 +50,10 @@ from lightning_sp.preflight.explain.verdict import (
 )
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
+from lightning_sp.preflight.recording.progress_read import ProgressRead, progress_read, shown_later
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
-from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
-from lightning_sp.trainer.shown_progress import later_moments, shown_progress
+from lightning_sp.step.users_numbers.counters import Counter, noting_counters
 
 
 class TrialFailedError(SequenceParallelError):
@@ -87,9 +86,9 @@ def run_preflight(
     started = time.perf_counter()
     counts = write_counts(trial.module)
     with _eager():
-        counted, draws = list(counters), list[bool]()
-        with shown_progress(trial.module) as read:
-            noting = noting_counters(trial.run_whole, trial.module.trainer, counted if monitored is not None else [])
+        draws = list[bool]()
+        with progress_read(trial.module, counters) as read:
+            noting = noting_counters(trial.run_whole, trial.module.trainer, [] if monitored is None else read.counters)
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
@@ -118,7 +117,7 @@ def run_preflight(
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
-        _run_at_later_steps(trial, read if monitored is not None else (), counted)
+        _run_at_later_steps(trial, read if monitored is not None else read.counters_alone)
         _run_with_other_draws(trial, any(draws))
     return found
 
@@ -195,21 +194,15 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
             ) from error
 
 
-def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[Counter]) -> None:
+def _run_at_later_steps(trial: Trial, read: ProgressRead) -> None:
     """Compare once more what the step does later in the run, if any rank's reads how far that is, or counts. Every rank must call it.
 
     Args:
         trial: of the step.
-        read: what of the run's progress it has read.
-        counters: its own.
+        read: what it reads, and counts.
     """
-    if not any(comm.gather_objects(bool(read or counters), trial.control_group)):
-        return
-    trainer: Any = trial.module.trainer
-    for moment in later_moments(trainer):
-        batches = (moment.step - trainer.global_step) * trainer.accumulate_grad_batches
-        with shown_progress(trial.module, moment), counted_on(counters, batches) as shown:
-            when = f"{moment.describe()}{shown and f' ({shown})'}"
+    for later in shown_later(trial.module, read, trial.control_group):
+        with later as when:
             again, started = replace(trial, crop=f"{trial.crop} {when}"), time.perf_counter()
             try:
                 with _eager():

@@ -18,6 +18,7 @@ from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sp.step.isolation.users_code import is_file_of_user
 
@@ -51,11 +52,19 @@ def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object
         return undo, []
     undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))
     mutable: list[Any] = [each.param_groups for each in trainer.optimizers]
-    for config in trainer.lr_scheduler_configs:
-        attributes = vars(config.scheduler)
+    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):
+        attributes = vars(schedule)
         undo.append(partial(attributes.update, dict(attributes)))
         mutable += attributes.values()
     return undo, [each for each in mutable if isinstance(each, _CONTAINERS)]
+
+
+def _with_inner(schedules: list[Any]) -> list[Any]:
+    """Return schedules, and those that they are made of."""
+    for each in schedules:  # which grows
+        inner = [value for value in vars(each).values() if isinstance(value, (list, tuple))]
+        schedules += [one for value in inner for one in value if isinstance(one, LRScheduler)]
+    return schedules
 
 
 def _numbers(owner: Any) -> dict[str, Any]:

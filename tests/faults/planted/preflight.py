@@ -305,9 +305,31 @@ PREFLIGHT = (
     fault(
         "a step of a later step's number, not tried",
         "preflight/run.py",
-        "        _run_at_later_steps(trial, read if",
-        "        _run_at_later_steps(trial, () if",
+        "        _run_at_later_steps(trial, read if monitored is not None",
+        "        _run_at_later_steps(trial, read if False",
         "tests/trainer/test_shown_progress.py::test_what_begins_at_a_later_step_is_refused_before_the_first",
+    ),
+    fault(
+        "a step of a later learning rate, not tried",
+        "preflight/recording/progress_read.py",
+        "        yield ProgressRead(read, rates, list(counters))",
+        "        yield ProgressRead(read, set(), list(counters))",
+        "tests/step/users_numbers/test_rates.py::test_what_begins_at_a_lower_rate_is_refused_before_it[group-0-as at "
+        "optimizer step 7 in epoch 0 (lr=0.03)]",
+    ),
+    fault(
+        "a learning rate that a hook sets, untried",
+        "step/users_numbers/schedules.py",
+        "        yield _RATES, dict(_rates(trainer))\n",
+        "",
+        "tests/step/users_numbers/test_rates.py::test_what_begins_at_a_lower_rate_is_refused_before_it[hook-6-after 6 optimizer steps]",
+    ),
+    fault(
+        "schedules inside of another one, which a trial leaves stepped",
+        "step/isolation/traces.py",
+        "    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):\n",
+        "    for schedule in [config.scheduler for config in trainer.lr_scheduler_configs]:\n",
+        "tests/step/users_numbers/test_rates.py::test_rates_are_shown_as_later_and_put_back[sequence]",
     ),
     fault(
         "a phase of the user's that begins untried",

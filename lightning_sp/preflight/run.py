@@ -29,6 +29,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
+from lightning_sp.preflight.differences.other_results import compare_with_other_results
 from lightning_sp.preflight.differences.other_seeds import (
     EXTREMES,
     OTHER_SEEDS,
@@ -53,7 +54,7 @@ from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import ProgressRead, progress_read, shown_later
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
-from lightning_sp.step.users_numbers.counters import Counter, noting_counters
+from lightning_sp.step.users_numbers.counters import Counter
 
 
 class TrialFailedError(SequenceParallelError):
@@ -88,7 +89,7 @@ def run_preflight(
     with _eager():
         draws = list[bool]()
         with progress_read(trial.module, counters) as read:
-            noting = noting_counters(trial.run_whole, trial.module.trainer, [] if monitored is None else read.counters)
+            noting = read.noting(trial.run_whole, trial.module.trainer)
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
@@ -117,7 +118,7 @@ def run_preflight(
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
-        _run_at_later_steps(trial, read if monitored is not None else read.counters_alone)
+        _run_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters))
         _run_with_other_draws(trial, any(draws))
     return found
 
@@ -194,12 +195,13 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
             ) from error
 
 
-def _run_at_later_steps(trial: Trial, read: ProgressRead) -> None:
-    """Compare once more what the step does later in the run, if any rank's reads how far that is, or counts. Every rank must call it.
+def _run_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead) -> None:
+    """Compare once more what the step does later, if any rank's reads how far the run is, counts, or keeps results. Every rank must call it.
 
     Args:
         trial: of the step.
-        read: what it reads, and counts.
+        whole: what it gave whole.
+        read: what it reads, counts and keeps.
     """
     for later in shown_later(trial.module, read, trial.control_group):
         with later as when:
@@ -207,14 +209,15 @@ def _run_at_later_steps(trial: Trial, read: ProgressRead) -> None:
             try:
                 with _eager():
                     with CheckedIndices():  # a number that is shown later may be an index, too
-                        whole = _run_whole(again)
+                        then = _run_whole(again)
                     sharded = again.sharded()
-                _check_alike(again, whole, sharded)
-                if _judged(again, whole, sharded, started) is not None:
+                _check_alike(again, then, sharded)
+                if _judged(again, then, sharded, started) is not None:
                     with _eager():
-                        check_read_numbers(again, whole, sharded)
+                        check_read_numbers(again, then, sharded)
             except TrialFailedError as error:
                 rank_zero_info(f"preflight: not compared {when}: {error}")
+    compare_with_other_results(trial, whole, read, _compare_again)
 
 
 def _run_with_other_draws(trial: Trial, draws: bool) -> None:

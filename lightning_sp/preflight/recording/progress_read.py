@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.step.users_numbers.counters import Counter, counted_on
+from lightning_sp.preflight.recording.kept_results import Result, noting_results
+from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
+from lightning_sp.trainer.shown_metrics import noted_metrics
 from lightning_sp.trainer.shown_progress import Moment, later_moments, shown_progress
 
 
@@ -22,16 +24,23 @@ class ProgressRead(NamedTuple):
         progress: names of the run's progress.
         rates: names of what optimizers' groups and schedules hold.
         counters: its own.
+        results: numbers that it leaves for later steps.
+        metrics: names of the trainer's.
     """
 
     progress: set[str]
     rates: set[str]
     counters: list[Counter]
+    results: list[Result]
+    metrics: set[str]
 
-    @property
-    def counters_alone(self) -> ProgressRead:
-        """The same without what it reads, which the first trial has shown it later."""
-        return self._replace(progress=set(), rates=set())
+    def noting(self, run: Callable[[], Any], trainer: Any) -> Callable[[], Any]:
+        """Return a step that notes what it counts and leaves: it is run on one batch."""
+        return noting_results(noting_counters(run, trainer, self.counters), trainer, self.results)
+
+    def without_reads(self, counters: Sequence[Counter]) -> ProgressRead:
+        """Return counters alone: what the step reads and leaves the first trial has shown it as later."""
+        return ProgressRead(set(), set(), [*counters], [], set())
 
 
 @contextmanager
@@ -42,8 +51,8 @@ def progress_read(module: Any, counters: Sequence[Counter]) -> Iterator[Progress
         module: of the run.
         counters: that are known; more may be added.
     """
-    with shown_progress(module) as read, noted_rates(module.trainer) as rates:
-        yield ProgressRead(read, rates, list(counters))
+    with shown_progress(module) as read, noted_rates(module.trainer) as rates, noted_metrics(module) as metrics:
+        yield ProgressRead(read, rates, list(counters), [], metrics)
 
 
 def shown_later(

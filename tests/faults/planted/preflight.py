@@ -305,15 +305,15 @@ PREFLIGHT = (
     fault(
         "a step of a later step's number, not tried",
         "preflight/run.py",
-        "        _run_at_later_steps(trial, read if monitored is not None",
-        "        _run_at_later_steps(trial, read if False",
+        "        _run_at_later_steps(trial, whole, read if monitored is not None else",
+        "        _run_at_later_steps(trial, whole, read if False else",
         "tests/trainer/test_shown_progress.py::test_what_begins_at_a_later_step_is_refused_before_the_first",
     ),
     fault(
         "a step of a later learning rate, not tried",
         "preflight/recording/progress_read.py",
-        "        yield ProgressRead(read, rates, list(counters))",
-        "        yield ProgressRead(read, set(), list(counters))",
+        "        yield ProgressRead(read, rates, list(counters), [], metrics)",
+        "        yield ProgressRead(read, set(), list(counters), [], metrics)",
         "tests/step/users_numbers/test_rates.py::test_what_begins_at_a_lower_rate_is_refused_before_it[group-0-as at "
         "optimizer step 7 in epoch 0 (lr=0.03)]",
     ),
@@ -344,6 +344,20 @@ PREFLIGHT = (
         "    outside = kept_outside(held)\n",
         "    outside = ()\n",
         "tests/step/users_numbers/test_counters.py::test_counts_of_iterators_closures_and_what_functions_are_given_are_found",
+    ),
+    fault(
+        "a step that the last loss decides about, compared at its first losses alone",
+        "preflight/recording/kept_results.py",
+        "                    found.append(Result(owner, name, value))\n",
+        "                    pass\n",
+        "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[attribute]",
+    ),
+    fault(
+        "a metric that decides about a step, and that no trial shows",
+        "preflight/recording/kept_results.py",
+        "    shown = {name: torch.ones(()) for name in metrics}\n",
+        "    shown = {}\n",
+        "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[metric]",
     ),
     fault(
         "schedules inside of another one, which a trial leaves stepped",

@@ -38,7 +38,7 @@ from lightning_sp.preflight.differences.other_seeds import (
 )
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
-from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
+from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding, of_rounding_alone
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
     TOLERANCES,
@@ -353,12 +353,16 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
 
 def _agreement_of_groups(trial: Trial, sharded: Outcome, started: float) -> Agreement | None:
     """Return how a step compares with whole sequences where each data-parallel group has a loss of its own; None where it differs."""
+    apart = trial_of_groups(trial, *trial.of_group)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            whole = trial_of_groups(trial, *trial.of_group).whole()
-        return None if whole.loss is None else _compare(trial, whole, sharded, started, list)
+        with _eager():
+            whole = apart.whole()
     except SequenceParallelError:
         return None
+    try:
+        return None if whole.loss is None else _compare(trial, whole, sharded, started, list)
+    except SequenceParallelError:
+        return of_rounding_alone(apart, whole, sharded, started)
 
 
 def _compare(

@@ -360,6 +360,20 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[metric]",
     ),
     fault(
+        "small gradients that are wrong, taken for rounding",
+        "preflight/differences/rounding.py",
+        "        if all(found[name].scale <= 2 * each for name, each in largest.items()):\n",
+        "        if True:\n",
+        "tests/preflight/differences/test_rounding.py::test_a_small_loss_that_is_wrong_is_refused",
+    ),
+    fault(
+        "what rounding leaves of 0, taken for a difference",
+        "preflight/differences/rounding.py",
+        "        return of_rounding_alone(trial, whole, sharded, started)\n",
+        "        return None\n",
+        "tests/preflight/differences/test_rounding.py::test_gradients_that_are_what_rounding_leaves_of_0_are_no_difference[2]",
+    ),
+    fault(
         "schedules inside of another one, which a trial leaves stepped",
         "step/isolation/traces.py",
         "    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):\n",

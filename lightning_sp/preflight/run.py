@@ -39,6 +39,7 @@ from lightning_sp.preflight.differences.other_seeds import (
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding, of_rounding_alone
+from lightning_sp.preflight.differences.second_step import second_step
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
     TOLERANCES,
@@ -84,8 +85,7 @@ def run_preflight(
         SequenceParallelError: they differ or cannot be compared.
         TrialFailedError: the step does not run whole on the crop: nothing can be said.
     """
-    started = time.perf_counter()
-    counts = write_counts(trial.module)
+    started, counts = time.perf_counter(), write_counts(trial.module)
     with _eager():
         draws = list[bool]()
         with progress_read(trial.module, counters) as read:
@@ -119,6 +119,7 @@ def run_preflight(
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
         _run_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters))
+        _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
     return found
 
@@ -220,6 +221,12 @@ def _run_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead) -> Non
     compare_with_other_results(trial, whole, read, _compare_again)
 
 
+def _run_a_second_step(trial: Trial, sharded: Outcome) -> None:
+    """Compare once more what a second step makes of tensors that the first one leaves, if any rank's does. Every rank must call it."""
+    if (again := second_step(trial, sharded)) is not None:
+        _compare_if_it_runs(again)
+
+
 def _run_with_other_draws(trial: Trial, draws: bool) -> None:
     """Compare once more what the step's own generators draw from other seeds, if any rank's draw. Every rank must call it.
 
@@ -230,10 +237,14 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
     for seed in (*OTHER_SEEDS, *EXTREMES) if any(comm.gather_objects(draws, trial.control_group)) else ():
         again = replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,")
         with drawn_from_seed(trial.module, seed):
-            try:
-                _compare_again(again)
-            except TrialFailedError as error:
-                rank_zero_info(f"preflight: not compared with other draws of the step's own generators: {error}")
+            _compare_if_it_runs(again)
+
+
+def _compare_if_it_runs(again: Trial) -> None:
+    try:
+        _compare_again(again)
+    except TrialFailedError as error:
+        rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
 
 
 def _compare_again(again: Trial) -> None:

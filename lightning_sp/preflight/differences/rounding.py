@@ -11,12 +11,9 @@ off in the other. Both change a few gradients by far more than rounding does. A 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -28,6 +25,7 @@ from lightning_sp.preflight.explain.verdict import (
     relative_differences,
     tolerance_of,
 )
+from lightning_sp.preflight.moved_weights import moved_weights, shard_of
 from lightning_sp.preflight.trial import Outcome, Trial
 
 # Of what is allowed, and of the gradients.
@@ -86,7 +84,7 @@ def of_rounding_alone(trial: Trial, whole: Outcome, sharded: Outcome, started: f
     assert whole.loss is not None
     found, losses = _differences(whole, sharded)
     tolerance, rounding = tolerance_of(whole.dtypes), max(torch.finfo(dtype).eps for dtype in whole.dtypes)
-    shards = [_shard(each).double() for each in trial.module.parameters() if each.is_floating_point()]
+    shards = [shard_of(each).double() for each in trial.module.parameters() if each.is_floating_point()]
     weights = comm.reduce_sum(torch.stack([each.square().sum() for each in shards]).sum())
     gradients = sum(each.scale**2 + each.error**2 for name, each in found.items() if name)
     if not gradients * float(weights) <= (_ROUNDINGS * rounding) ** 2:
@@ -94,7 +92,7 @@ def of_rounding_alone(trial: Trial, whole: Outcome, sharded: Outcome, started: f
     beyond = [name for name, each in relative_differences(found).items() if not each <= tolerance]
     largest = dict.fromkeys(beyond, 0.0)
     for seed in range(_MOVED_RUNS):
-        with _moved_weights(trial.module, seed, 2 * rounding), torch.compiler.set_stance("force_eager"):
+        with moved_weights(trial.module, seed, 2 * rounding), torch.compiler.set_stance("force_eager"):
             own = _differences(whole, trial.whole())[0]
         largest = {name: max(each, own[name].error) for name, each in largest.items()}
         # By half of itself: no digit of it is right.
@@ -120,33 +118,12 @@ def _is_of_one_device(trial: Trial, whole: Outcome, relative: Mapping[str, float
     found = [relative[""], *_sorted(relative)]
     largest = [0.0] * len(found)
     for seed in range(_MOVED_RUNS):
-        with _moved_weights(trial.module, seed, _HALF_ROUNDING), torch.compiler.set_stance("force_eager"):
+        with moved_weights(trial.module, seed, _HALF_ROUNDING), torch.compiler.set_stance("force_eager"):
             own = relative_differences(_differences(whole, trial.whole())[0])
         largest = [max(pair) for pair in zip(largest, [own[""], *_sorted(own)], strict=True)]
         if all(each <= max(allowed, _LARGEST * of_one) for each, of_one in zip(found, largest, strict=True)):
             return True
     return False
-
-
-@contextmanager
-def _moved_weights(module: nn.Module, seed: int, part: float) -> Iterator[None]:
-    """Move each weight up or down by a part of itself, alike on replicas, and put it back."""
-    weights = [_shard(each) for each in module.parameters() if each.is_floating_point()]
-    before = [each.clone() for each in weights]
-    for weight in weights:
-        generator = torch.Generator(weight.device).manual_seed(seed)
-        up = torch.randint(2, weight.shape, generator=generator, device=weight.device)
-        weight.mul_(1 + part * (2 * up - 1).to(weight.dtype))
-    try:
-        yield
-    finally:
-        for weight, value in zip(weights, before, strict=True):
-            weight.copy_(value)
-
-
-def _shard(parameter: nn.Parameter) -> Tensor:
-    whole = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def _sorted(relative: Mapping[str, float]) -> list[float]:

@@ -32,3 +32,13 @@ def _users_frame() -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def is_within(module: str) -> bool:
+    """Return whether a function of a module of Python's, or of one below it, is being called."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if f"{frame.f_globals.get('__name__', '')}.".startswith(f"{module}."):
+            return True
+        frame = frame.f_back
+    return False

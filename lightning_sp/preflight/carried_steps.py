@@ -114,6 +114,16 @@ class CarriedSteps(BatchStarts, ABC):
             self._to_try.expect_again(self._next_step)
         return found
 
+    def _carried_behind_hook(self, run: Callable[[], None]) -> None:
+        # What the hooks have done stays, and the batch is split as they left it: they are not run again. It is tried before its step.
+        undo, self._undo_hooks = self._undo_hooks, None
+        before, trainer = self.sees_whole_sequences, self._module.trainer
+        self._carried(run)
+        if self.sees_whole_sequences == before:
+            self._undo_hooks = undo
+        elif self._to_try.last is not None:
+            self._to_try.offer(self._to_try.last, training=trainer.training, step=trainer.global_step)
+
     @property
     def _next_step(self) -> int:
         """The optimizer step whose first batch can be tried next: gradients that accumulate are whole on each rank, and a trial would add."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -30,6 +29,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
+from lightning_sp.preflight.differences.other_results import compare_with_other_results
 from lightning_sp.preflight.differences.other_seeds import (
     EXTREMES,
     OTHER_SEEDS,
@@ -38,7 +38,8 @@ from lightning_sp.preflight.differences.other_seeds import (
 )
 from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
-from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding
+from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding, of_rounding_alone
+from lightning_sp.preflight.differences.second_step import second_step
 from lightning_sp.preflight.explain.diagnosis import Finding, find_causes
 from lightning_sp.preflight.explain.verdict import (
     TOLERANCES,
@@ -51,10 +52,10 @@ from lightning_sp.preflight.explain.verdict import (
 )
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
+from lightning_sp.preflight.recording.progress_read import ProgressRead, progress_read, shown_later
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
-from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
-from lightning_sp.trainer.shown_progress import later_moments, shown_progress
+from lightning_sp.step.users_numbers.counters import Counter
 
 
 class TrialFailedError(SequenceParallelError):
@@ -84,12 +85,11 @@ def run_preflight(
         SequenceParallelError: they differ or cannot be compared.
         TrialFailedError: the step does not run whole on the crop: nothing can be said.
     """
-    started = time.perf_counter()
-    counts = write_counts(trial.module)
+    started, counts = time.perf_counter(), write_counts(trial.module)
     with _eager():
-        counted, draws = list(counters), list[bool]()
-        with shown_progress(trial.module) as read:
-            noting = noting_counters(trial.run_whole, trial.module.trainer, counted if monitored is not None else [])
+        draws = list[bool]()
+        with progress_read(trial.module, counters) as read:
+            noting = read.noting(trial.run_whole, trial.module.trainer)
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         _refuse_writes(counts, write_counts(trial.module))
         read_padding()
@@ -118,7 +118,8 @@ def run_preflight(
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
-        _run_at_later_steps(trial, read if monitored is not None else (), counted)
+        _run_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters))
+        _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
     return found
 
@@ -195,33 +196,35 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
             ) from error
 
 
-def _run_at_later_steps(trial: Trial, read: Collection[str], counters: Sequence[Counter]) -> None:
-    """Compare once more what the step does later in the run, if any rank's reads how far that is, or counts. Every rank must call it.
+def _run_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead) -> None:
+    """Compare once more what the step does later, if any rank's reads how far the run is, counts, or keeps results. Every rank must call it.
 
     Args:
         trial: of the step.
-        read: what of the run's progress it has read.
-        counters: its own.
+        whole: what it gave whole.
+        read: what it reads, counts and keeps.
     """
-    if not any(comm.gather_objects(bool(read or counters), trial.control_group)):
-        return
-    trainer: Any = trial.module.trainer
-    for moment in later_moments(trainer):
-        batches = (moment.step - trainer.global_step) * trainer.accumulate_grad_batches
-        with shown_progress(trial.module, moment), counted_on(counters, batches) as shown:
-            when = f"{moment.describe()}{shown and f' ({shown})'}"
+    for later in shown_later(trial.module, read, trial.control_group):
+        with later as when:
             again, started = replace(trial, crop=f"{trial.crop} {when}"), time.perf_counter()
             try:
                 with _eager():
                     with CheckedIndices():  # a number that is shown later may be an index, too
-                        whole = _run_whole(again)
+                        then = _run_whole(again)
                     sharded = again.sharded()
-                _check_alike(again, whole, sharded)
-                if _judged(again, whole, sharded, started) is not None:
+                _check_alike(again, then, sharded)
+                if _judged(again, then, sharded, started) is not None:
                     with _eager():
-                        check_read_numbers(again, whole, sharded)
+                        check_read_numbers(again, then, sharded)
             except TrialFailedError as error:
                 rank_zero_info(f"preflight: not compared {when}: {error}")
+    compare_with_other_results(trial, whole, read, _compare_again)
+
+
+def _run_a_second_step(trial: Trial, sharded: Outcome) -> None:
+    """Compare once more what a second step makes of tensors that the first one leaves, if any rank's does. Every rank must call it."""
+    if (again := second_step(trial, sharded)) is not None:
+        _compare_if_it_runs(again)
 
 
 def _run_with_other_draws(trial: Trial, draws: bool) -> None:
@@ -234,10 +237,14 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
     for seed in (*OTHER_SEEDS, *EXTREMES) if any(comm.gather_objects(draws, trial.control_group)) else ():
         again = replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,")
         with drawn_from_seed(trial.module, seed):
-            try:
-                _compare_again(again)
-            except TrialFailedError as error:
-                rank_zero_info(f"preflight: not compared with other draws of the step's own generators: {error}")
+            _compare_if_it_runs(again)
+
+
+def _compare_if_it_runs(again: Trial) -> None:
+    try:
+        _compare_again(again)
+    except TrialFailedError as error:
+        rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
 
 
 def _compare_again(again: Trial) -> None:
@@ -357,12 +364,16 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
 
 def _agreement_of_groups(trial: Trial, sharded: Outcome, started: float) -> Agreement | None:
     """Return how a step compares with whole sequences where each data-parallel group has a loss of its own; None where it differs."""
+    apart = trial_of_groups(trial, *trial.of_group)
     try:
-        with torch.compiler.set_stance("force_eager"):
-            whole = trial_of_groups(trial, *trial.of_group).whole()
-        return None if whole.loss is None else _compare(trial, whole, sharded, started, list)
+        with _eager():
+            whole = apart.whole()
     except SequenceParallelError:
         return None
+    try:
+        return None if whole.loss is None else _compare(trial, whole, sharded, started, list)
+    except SequenceParallelError:
+        return of_rounding_alone(apart, whole, sharded, started)
 
 
 def _compare(

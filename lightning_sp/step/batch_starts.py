@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class BatchStarts(CurrentSequence, ABC):
         seed = None if context.is_tried else mixed_seed(info.seed or 0, 2, number)
         with streams_from(seed, self.root_device):
             if self.sees_whole_sequences or info.is_whole or context.reference is not None:
-                return own(handed)
+                return own(self._handed.instead_of(handed))
             shown = whole_batch(self._handed.instead_of(handed), info, self.unshard)
             noted = HandedBatch()
             noted.note(shown)
@@ -93,15 +94,23 @@ class BatchStarts(CurrentSequence, ABC):
                 "different sequences; change it on all of them alike, by a generator with one seed or torch's own, not by a rank or a clock"
             )
         if changes[0] is not None:
-            try:
-                self._split_anew(shown, handed, info)
-            except SequenceParallelError as error:
-                fix = "use global_view=True, in which such a hook has the step's own batch"
-                raise SequenceParallelError(f"{hook} leaves a batch that cannot be split: {error}; {fix}") from error
+            split = partial(self._split_anew, hook, shown, handed, info)
+            split() if context.is_tried else self._carried_behind_hook(split)
         return found
 
-    def _split_anew(self, shown: Any, handed: Any, info: SequenceInfo) -> None:
-        """Give the step its part of a whole batch in the place of the one that is handed on."""
+    @abstractmethod
+    def _carried_behind_hook(self, run: Callable[[], None]) -> None:
+        """Run what refuses a batch as a hook has left it; refused, once more in the global view. Every rank must call it."""
+
+    def _split_anew(self, hook: str, shown: Any, handed: Any, info: SequenceInfo) -> None:
+        """Give the step its part of a whole batch, as a hook has left it, in the place of the one that is handed on."""
+        try:
+            self._replace(shown, handed, info)
+        except SequenceParallelError as error:
+            fix = "use global_view=True, in which such a hook has the step's own batch"
+            raise SequenceParallelError(f"{hook} leaves a batch that cannot be split: {error}; {fix}") from error
+
+    def _replace(self, shown: Any, handed: Any, info: SequenceInfo) -> None:
         options, mesh = self._options(), self.zigzag_mesh
         options = replace(options, inferred_dims={**options.inferred_dims, **_added(shown, info)})
         local, found = shard_batch(shown, mesh.layout, mesh.sequence_rank, options)

@@ -74,7 +74,7 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
 
     def shown(name: str, value: Any) -> property:
         def progress(trainer: Trainer) -> Any:
-            is_users = trainer is module._trainer and _is_users(sys._getframe(1))
+            is_users = trainer is module._trainer and is_of_user(sys._getframe(1))
             if is_users:
                 read.add(name)
             return value if is_users and value is not None else own[name].fget(trainer)
@@ -90,7 +90,7 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
             setattr(Trainer, name, each)
 
 
-def _is_users(frame: FrameType | None) -> bool:
+def is_of_user(frame: FrameType | None) -> bool:
     """Return whether a frame is of the user's code, or of the module's own property that it has read."""
     while frame is not None and frame.f_globals.get("__name__") == __name__:  # shown within a step that is shown again
         frame = frame.f_back

@@ -51,7 +51,7 @@ def test_what_needs_no_whole_stays_split(pools):
     ("name", "words"),
     [
         ("another view of memory", ["as_strided of (2, 16, 8) with the sequence in dim 1", "rule_ranks.py", "x.as_strided(", "unshard(x)"]),
-        ("a derivative by a transform", ["was reached with a tensor of the sequence", "torch.vmap"]),
+        ("a derivative by a transform", ["torch.func was handed a tensor of the sequence", "rule_ranks.py", "unshard(x)"]),
         ("tokens within a transform", ["of a tensor of the sequence and one inside of torch.vmap or torch.func", "jacrev"]),
         ("learned numbers by position", ["torch.vmap calls with all of them reads (2, 16, 8)", "rule_ranks.py", "unshard(x)"]),
         ("scores that are too many", ["square on the scores", "up to 268435456 numbers on a rank: here 536870912"]),
@@ -63,7 +63,7 @@ def test_what_needs_no_whole_stays_split(pools):
         ("many weights at once", ["matmul of a tensor of the sequence and one inside of torch.vmap", "rule_ranks.py"]),
         ("sent", ["torch.distributed.all_reduce of a tensor of the sequence", "data_parallel_group"]),
         ("below autograd", ["exp", "was reached with a tensor of the sequence", "its gradient would be lost"]),
-        ("many rows at once", ["was reached with a tensor of the sequence", "torch.vmap"]),
+        ("many rows at once", ["torch.vmap or torch.func was handed a tensor of the sequence", "row.mean(0)"]),
         ("exchanged in place", ["transpose in place of (2, 16, 8)"]),
         ("hooked", ["register_hook of a tensor of the sequence", "the gradient of this rank's part"]),
         ("written by an own function", ["InPlace, an autograd.Function", "InPlace.apply(x * 1)", "writes into a tensor that it is given"]),

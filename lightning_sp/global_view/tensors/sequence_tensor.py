@@ -21,6 +21,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.tensors.deferred import made
 from lightning_sp.global_view.tensors.placement import Placement, Storage, gathered
 from lightning_sp.global_view.tensors.traced import Metadata, placed_again
+from lightning_sp.users_line import is_within, users_line
 
 
 class GlobalTensor(Tensor):
@@ -65,9 +66,15 @@ def _is_below_autograd() -> bool:
 
 
 def _past_rules(func: Any) -> SequenceParallelError:
+    if is_within("torch._functorch"):  # their levels are left by now
+        return SequenceParallelError(
+            f"global_view: torch.vmap or torch.func was handed a tensor of the sequence ({users_line()}; torch made {func} of it): these see "
+            "one of many, or a level of derivatives, that a part of a sequence has not; write it with a dim more, as torch.einsum does, or hand "
+            "the function lightning_sp.reductions.unshard(x)"
+        )
     return SequenceParallelError(
-        f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules (in a function of "
-        "torch.jit.script or torch.jit.trace, in compiled code or torch.vmap, say): its gradient would be lost; write it with functions of "
+        f"global_view: {func} was reached with a tensor of the sequence, past the functions of torch that have rules ({users_line()}; in a "
+        "function of torch.jit.script or torch.jit.trace, or in compiled code, say): its gradient would be lost; write it with functions of "
         "torch, without the decorator, or hand it lightning_sp.reductions.unshard(x)"
     )
 

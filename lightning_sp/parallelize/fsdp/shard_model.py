@@ -8,6 +8,7 @@ units. Gradients are averaged over the whole mesh; `loss` undoes exactly that fa
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -252,6 +253,10 @@ def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
         # A compiler puts its own error around one that is raised while it traces.
         if isinstance(refusal := getattr(error, "inner_exception", None), SequenceParallelError):
             raise refusal from error
+        if any(each in text_of(error) for each in _OF_TRANSFORMS) or (
+            "DTensor" in text_of(error) and _is_of_transforms(error)
+        ):
+            raise SequenceParallelError(_WITHIN_TRANSFORMS.format(told_error(error))) from error
         if "DTensor" in text_of(error):
             raise _used_outside(told_error(error)) from error
         raise
@@ -259,6 +264,23 @@ def run_with_whole_parameters(run: Callable[[], Any]) -> Any:
     if isinstance(loss, DTensor):
         raise _used_outside(f"the loss is a DTensor over {loss.device_mesh}")
     return output
+
+
+# What torch says where a function of FSDP2's, or of this package's, runs within a transform.
+_OF_TRANSFORMS = ("to use an autograd.Function with functorch transforms",)
+_WITHIN_TRANSFORMS = (
+    "torch.func (grad, vmap, jvp, jacrev, functional_call) was handed weights that are sharded, or a module whose forward gathers them: its "
+    "transforms see neither shards nor their collectives ({}). For each sample's gradient take one row's after the other, which is one "
+    "device's: losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction='none').mean(1); "
+    "[torch.autograd.grad(each, weights, retain_graph=True) for each in losses]"
+)
+
+
+def _is_of_transforms(error: BaseException) -> bool:
+    """Return whether an error comes of a function within torch.func, by its traceback."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    return any(name.startswith("torch._functorch") for name in names)
 
 
 def _used_outside(what: str) -> SequenceParallelError:

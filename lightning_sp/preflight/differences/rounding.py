@@ -11,13 +11,11 @@ off in the other. Both change a few gradients by far more than rounding does. A 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import Difference, averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import (
@@ -27,6 +25,7 @@ from lightning_sp.preflight.explain.verdict import (
     relative_differences,
     tolerance_of,
 )
+from lightning_sp.preflight.moved_weights import moved_weights, shard_of
 from lightning_sp.preflight.trial import Outcome, Trial
 
 # Of what is allowed, and of the gradients.
@@ -35,6 +34,8 @@ _LARGEST, _PART = 3.0, 0.1
 _MOVED_RUNS = 16
 # Of bfloat16's 8 significant bits half the last.
 _HALF_ROUNDING = 2.0**-9
+# So many roundings of 1 are nothing.
+_ROUNDINGS = 100.0
 
 
 def agreement_but_for_rounding(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement | None:
@@ -46,8 +47,10 @@ def agreement_but_for_rounding(trial: Trial, whole: Outcome, sharded: Outcome, s
         sharded: what it gave on shards.
         started: when the preflight began, of `time.perf_counter`.
     """
-    if trial.in_float32 is None or whole.loss is None or sharded.loss is None:
+    if whole.loss is None or sharded.loss is None:
         return None
+    if trial.in_float32 is None:
+        return of_rounding_alone(trial, whole, sharded, started)
     with trial.in_float32(), torch.compiler.set_stance("force_eager"):
         precise, precise_sharded = trial.whole(), trial.sharded()
     if precise.loss is None or precise_sharded.loss is None:
@@ -76,6 +79,36 @@ def agreement_but_for_rounding(trial: Trial, whole: Outcome, sharded: Outcome, s
     )
 
 
+def of_rounding_alone(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> Agreement | None:
+    """Return that nothing was shown, where gradients are what rounding leaves of 0; else None. Every rank must call it."""
+    assert whole.loss is not None
+    found, losses = _differences(whole, sharded)
+    tolerance, rounding = tolerance_of(whole.dtypes), max(torch.finfo(dtype).eps for dtype in whole.dtypes)
+    shards = [shard_of(each).double() for each in trial.module.parameters() if each.is_floating_point()]
+    weights = comm.reduce_sum(torch.stack([each.square().sum() for each in shards]).sum())
+    gradients = sum(each.scale**2 + each.error**2 for name, each in found.items() if name)
+    if not gradients * float(weights) <= (_ROUNDINGS * rounding) ** 2:
+        return None
+    beyond = [name for name, each in relative_differences(found).items() if not each <= tolerance]
+    largest = dict.fromkeys(beyond, 0.0)
+    for seed in range(_MOVED_RUNS):
+        with moved_weights(trial.module, seed, 2 * rounding), torch.compiler.set_stance("force_eager"):
+            own = _differences(whole, trial.whole())[0]
+        largest = {name: max(each, own[name].error) for name, each in largest.items()}
+        # By half of itself: no digit of it is right.
+        if all(found[name].scale <= 2 * each for name, each in largest.items()):
+            return Agreement(
+                crop=f"{trial.crop}, whose gradients are rounding alone",
+                loss=losses.whole,
+                difference=0.0,
+                worst="none",
+                tolerance=tolerance,
+                seconds=time.perf_counter() - started,
+                has_gradients=False,
+            )
+    return None
+
+
 def _is_of_one_device(trial: Trial, whole: Outcome, relative: Mapping[str, float], allowed: float) -> bool:
     """Return whether one device's own step differs as much where its weights move by half a rounding of bfloat16. Every rank must call it.
 
@@ -85,33 +118,12 @@ def _is_of_one_device(trial: Trial, whole: Outcome, relative: Mapping[str, float
     found = [relative[""], *_sorted(relative)]
     largest = [0.0] * len(found)
     for seed in range(_MOVED_RUNS):
-        with _moved_weights(trial.module, seed), torch.compiler.set_stance("force_eager"):
+        with moved_weights(trial.module, seed, _HALF_ROUNDING), torch.compiler.set_stance("force_eager"):
             own = relative_differences(_differences(whole, trial.whole())[0])
         largest = [max(pair) for pair in zip(largest, [own[""], *_sorted(own)], strict=True)]
         if all(each <= max(allowed, _LARGEST * of_one) for each, of_one in zip(found, largest, strict=True)):
             return True
     return False
-
-
-@contextmanager
-def _moved_weights(module: nn.Module, seed: int) -> Iterator[None]:
-    """Move each weight up or down by half a rounding, alike on replicas, and put it back."""
-    weights = [_shard(each) for each in module.parameters() if each.is_floating_point()]
-    before = [each.clone() for each in weights]
-    for weight in weights:
-        generator = torch.Generator(weight.device).manual_seed(seed)
-        up = torch.randint(2, weight.shape, generator=generator, device=weight.device)
-        weight.mul_(1 + _HALF_ROUNDING * (2 * up - 1).to(weight.dtype))
-    try:
-        yield
-    finally:
-        for weight, value in zip(weights, before, strict=True):
-            weight.copy_(value)
-
-
-def _shard(parameter: nn.Parameter) -> Tensor:
-    whole = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def _sorted(relative: Mapping[str, float]) -> list[float]:

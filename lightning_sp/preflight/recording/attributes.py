@@ -217,7 +217,7 @@ def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
     arrays, tensors that a trial puts back."""
     trainer = getattr(module, "_trainer", None)
     owners = [*module.modules(), *([] if trainer is None else of_user(trainer))]
-    for name, value, _ in kept_outside(owners):
+    for name, value in ((each.name, each.value) for each in kept_outside(owners)):
         is_small = isinstance(value, Tensor) and value.nbytes <= MAX_BYTES and not isinstance(value, nn.Parameter)
         if is_small or isinstance(value, (int, float, np.ndarray, list, tuple, deque, dict)):
             yield name, value

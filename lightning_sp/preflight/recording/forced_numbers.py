@@ -30,6 +30,8 @@ _TIMES = 4
 # Of tokens that Python or NumPy gets: so many times more are the largest, or smallest, and no more are in between.
 _FAR = 16
 _BETWEEN = 2**18
+# Comparisons of one number that a step keeps.
+_MOST = 10_000
 # What gives a number of tokens or of chunks: fewer of these would leave out what is there.
 _ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "long", "int", "short"}
 _NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
@@ -183,6 +185,12 @@ def _made(kind: Any, value: Any, budget: _Budget) -> Any:
     number = kind(value)
     number.budget = budget
     return number
+
+
+def tracked_number(value: float, *, larger: bool) -> float:
+    """Return a number of Python's that is what it is, but for comparisons: as if it were large, or small."""
+    found: float = _made(_Float, value, _Budget(_MOST, larger=larger))
+    return found
 
 
 def _numbers(value: Any, budget: _Budget) -> Any:

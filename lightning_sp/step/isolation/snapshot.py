@@ -11,14 +11,12 @@ Elementwise dropout draws other masks on shards than on the whole, so it is swit
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import tee
 from multiprocessing.sharedctypes import Synchronized
-from types import GeneratorType, MemberDescriptorType, SimpleNamespace
+from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,11 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
+from lightning_sp.step.isolation.iterators import Copies, exchanged, takes_from_iterators
 from lightning_sp.step.isolation.random_generators import RandomGenerator, is_random_generator
 from lightning_sp.step.isolation.traces import kept_outside, undo_in_run
 from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
@@ -41,23 +39,6 @@ _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in 
 # The elements of longer lists and dicts, a data set in memory, are not looked into; in an object, larger tensors and arrays are not copied.
 MAX_VISITED = 10_000
 MAX_BYTES = 1 << 26
-_ITERATORS: tuple[type, ...] = (
-    *(itertools.count, itertools.cycle, itertools.chain, itertools.repeat, itertools.islice, type(tee(())[0])),
-    *(
-        GeneratorType,
-        type(iter([])),
-        type(iter(())),
-        type(iter(range(0))),
-        zip,
-        map,
-        enumerate,
-        filter,
-        reversed,
-        _BaseDataLoaderIter,
-    ),
-)
-# An iterator of the user's, what a block takes from in its place, and what goes on behind the block.
-Copies = dict[int, tuple[Iterator[Any], Iterator[Any], Iterator[Any]]]
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
@@ -130,9 +111,13 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
     undo, mutable = undo_in_run(root, trainer)
     copies: Copies = {}
     _remember_all(mutable, undo, visited, copies)
-    for _, value, put in kept_outside([*modules, *others]):
-        undo.append(put)
-        _remember_all([value], undo, visited, copies, of_object=True)
+    for kept in kept_outside([*modules, *others]):
+        undo.append(kept.put)
+        if kept.exchange is not None and takes_from_iterators(kept.value):
+            first, behind = exchanged(kept.value, copies)
+            kept.exchange(first)
+            undo.append(partial(kept.exchange, behind))
+        _remember_all([kept.value], undo, visited, copies, of_object=True)
     for each in data_of_run(trainer):
         _remember_tables(each, undo, visited)
     for other in others:
@@ -180,19 +165,10 @@ def _remember_attributes(owner: Any, undo: list[Callable[[], object]], copies: C
     attributes = getattr(owner, "__dict__", {})
     watched = {name: value for name, value in attributes.items() if name not in OF_THE_FRAMEWORK}
     for name, value in watched.items():
-        if isinstance(value, _ITERATORS) and isinstance(value, Iterator):
-            attributes[name], watched[name] = _copies(value, copies)
+        if takes_from_iterators(value):
+            attributes[name], watched[name] = exchanged(value, copies)
     undo.append(partial(_restore_attributes, attributes, watched))
     return [*watched.values(), *slots.values()]
-
-
-def _copies(iterator: Iterator[Any], copies: Copies) -> tuple[Iterator[Any], Iterator[Any]]:
-    """Return an iterator for the block, and the same for behind it: what the block takes of it is kept for then."""
-    if id(iterator) not in copies:
-        first, kept = tee(iterator)
-        copies[id(iterator)] = iterator, first, kept  # with itself: its number is not another's then
-    _, first, kept = copies[id(iterator)]
-    return first, kept
 
 
 def _slots(owner: Any) -> list[str]:
@@ -234,7 +210,7 @@ def _remember_all(
         visited.add(id(value))
         is_object = is_object_of_user(value)
         children = _remember_attributes(value, undo, copies) if is_object or _has_attributes(value) else []
-        children += _remember(value, undo, of_object=of_object)
+        children += _remember(value, undo, copies, of_object=of_object)
         waiting += [(child, of_object or is_object) for child in children]
 
 
@@ -248,10 +224,10 @@ def _remember_tables(owner: Any, undo: list[Callable[[], object]], visited: set[
     for _, value in tables_of(owner):
         if id(value) not in visited:
             visited.add(id(value))
-            _remember(value, undo, of_object=True)
+            _remember(value, undo, {}, of_object=True)
 
 
-def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) -> list[Any]:
+def _remember(value: Any, undo: list[Callable[[], object]], copies: Copies, *, of_object: bool) -> list[Any]:
     """Add to `undo` what puts the contents of a mutable value back, and return those that may be mutable."""
     children: list[Any] = []
     if isinstance(value, (Tensor, np.ndarray)):
@@ -261,15 +237,25 @@ def _remember(value: Any, undo: list[Callable[[], object]], *, of_object: bool) 
             elif isinstance(value, np.ndarray) and value.flags.writeable and _bytes(value) <= MAX_BYTES:
                 undo.append(partial(np.copyto, value, value.copy()))
     elif isinstance(value, dict):
-        undo.append(partial(_restore_dict, value, dict(_kind(value).items(value))))
-        children = list(value.values())
+        before = dict(_kind(value).items(value))
+        children = list(before.values())
+        for key, each in before.items() if len(before) <= MAX_VISITED else ():
+            if takes_from_iterators(each):
+                first, before[key] = exchanged(each, copies)
+                _kind(value).__setitem__(value, key, first)
+        undo.append(partial(_restore_dict, value, before))
     elif isinstance(value, (list, deque)):
-        undo.append(partial(_restore_sequence, value, list(value)))
-        children = list(value)
+        sequence = children = list(value)
+        if len(sequence) <= MAX_VISITED and any(map(takes_from_iterators, sequence)):
+            _restore_sequence(value, [exchanged(each, copies)[0] for each in children])
+            sequence = [exchanged(each, copies)[1] for each in children]
+        undo.append(partial(_restore_sequence, value, sequence))
     elif isinstance(value, set):
         undo.append(partial(_restore_set, value, set(value)))
     elif isinstance(value, tuple):
         children = list(value)
+    elif isinstance(value, partial):
+        children = [*value.args, *value.keywords.values()]
     elif is_random_generator(value):
         undo.append(RandomGenerator(value))
     elif isinstance(value, Synchronized):

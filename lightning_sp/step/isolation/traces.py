@@ -18,7 +18,9 @@ from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sp.step.isolation.iterators import takes_from_iterators
 from lightning_sp.step.isolation.users_code import is_file_of_user
 
 NUMBERS = (bool, int, float, str, type(None))
@@ -32,11 +34,15 @@ class Kept(NamedTuple):
         name: as a user would write it, behind the class, function or file that it is in.
         value: what it is now.
         put: puts the name itself back.
+        exchange: gives the name another value; None where that cannot be.
+        cell: of a closure, in which the name is.
     """
 
     name: str
     value: Any
     put: Callable[[], object]
+    exchange: Callable[[Any], object] | None = None
+    cell: CellType | None = None
 
 
 def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object]], list[Any]]:
@@ -51,11 +57,19 @@ def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object
         return undo, []
     undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))
     mutable: list[Any] = [each.param_groups for each in trainer.optimizers]
-    for config in trainer.lr_scheduler_configs:
-        attributes = vars(config.scheduler)
+    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):
+        attributes = vars(schedule)
         undo.append(partial(attributes.update, dict(attributes)))
         mutable += attributes.values()
     return undo, [each for each in mutable if isinstance(each, _CONTAINERS)]
+
+
+def _with_inner(schedules: list[Any]) -> list[Any]:
+    """Return schedules, and those that they are made of."""
+    for each in schedules:  # which grows
+        inner = [value for value in vars(each).values() if isinstance(value, (list, tuple))]
+        schedules += [one for value in inner for one in value if isinstance(one, LRScheduler)]
+    return schedules
 
 
 def _numbers(owner: Any) -> dict[str, Any]:
@@ -85,8 +99,9 @@ def kept_outside(owners: list[Any]) -> Iterator[Kept]:
             yield Kept(each.__name__, None, partial(_restore_numbers, each, _numbers(each)))
             yield from _of_class(each, seen)
     for value in (value for owner in owners for value in _attributes(owner)):
-        if isinstance(value, FunctionType):
-            yield from _of_function(value, seen)
+        called = value.func if isinstance(value, partial) else value
+        if isinstance(called, FunctionType):
+            yield from _of_function(called, seen)
 
 
 def _attributes(owner: Any) -> Iterator[Any]:
@@ -102,6 +117,8 @@ def _of_class(kind: type, seen: set[int]) -> Iterator[Kept]:
             yield from _of_function(function, seen)
         elif not name.startswith("__") and type(value) in _CONTAINERS:
             yield Kept(f"{kind.__name__}.{name}", value, _nothing)
+        elif takes_from_iterators(value):
+            yield Kept(f"{kind.__name__}.{name}", value, _nothing, partial(setattr, kind, name))
 
 
 def _of_function(function: FunctionType, seen: set[int]) -> Iterator[Kept]:
@@ -112,14 +129,15 @@ def _of_function(function: FunctionType, seen: set[int]) -> Iterator[Kept]:
     own = function.__qualname__.replace(".<locals>", "")
     yield Kept(own, attributes, _nothing)
     for i, value in enumerate(function.__defaults__ or ()):
-        yield Kept(f"{own}.{i}", value, _nothing)
+        yield Kept(f"{own}.{i}", value, _nothing, partial(_put_default, function, i))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         with suppress(ValueError):  # an empty one
             value = cell.cell_contents
             if (inner := _function(value)) is not None:
                 yield from _of_function(inner, seen)
             else:
-                yield Kept(f"{own}.{name}", value, partial(_refill, cell, value))
+                put = partial(_refill, cell, value)
+                yield Kept(f"{own}.{name}", value, put, partial(setattr, cell, "cell_contents"), cell)
     if id(function.__globals__) not in seen:
         seen.add(id(function.__globals__))
         yield from _of_file(function.__globals__, seen)
@@ -133,8 +151,16 @@ def _of_file(names: dict[str, Any], seen: set[int]) -> Iterator[Kept]:
         if function is not None:
             yield from _of_function(function, seen)
         elif not isinstance(value, (type, type(sys))):
-            put = partial(_put_back, names, name, value, partial(names.__setitem__, name, value))
-            yield Kept(f"{names.get('__name__', '')}.{name}", value, put)
+            exchange = partial(names.__setitem__, name)
+            put = partial(_put_back, names, name, value, partial(exchange, value))
+            yield Kept(f"{names.get('__name__', '')}.{name}", value, put, exchange)
+            if isinstance(value, partial) and isinstance(value.func, FunctionType):
+                yield from _of_function(value.func, seen)
+
+
+def _put_default(function: FunctionType, i: int, value: Any) -> None:
+    before = function.__defaults__ or ()
+    function.__defaults__ = (*before[:i], value, *before[i + 1 :])
 
 
 def _nothing() -> None:

@@ -3,8 +3,8 @@
     self.seen += 1
     if self.seen > 1_000: labels[:, : self.skipped] = -100      a trial of the first batches does not see this line
 
-They are attributes of modules, callbacks and their classes, names in the files of these, or entries of dicts and of objects that these hold;
-whole numbers, also as floats and tensors; and how many numbers a list has.
+They are attributes of modules, callbacks and their classes, names in the files of these and in closures, or entries of dicts and of objects
+that these hold; whole numbers, also as floats and tensors; places of short lists, and how many numbers a list has.
 """
 
 from __future__ import annotations
@@ -16,22 +16,26 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from types import SimpleNamespace
+from functools import partial
+from types import CellType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sp.step.isolation.traces import NUMBERS
+from lightning_sp.step.isolation.iterators import Count
+from lightning_sp.step.isolation.traces import NUMBERS, kept_outside
 from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 
 _NOT_THE_USERS = {*OF_THE_FRAMEWORK, "_current_fx_name"}
 _PLAIN, _NOT_PLAIN = frozenset(NUMBERS), frozenset((dict, OrderedDict, list, set))
-_LENGTH = "length"
+_LENGTH, _IN_CELL = "length", "cell_contents"
 # Of longer lists no later length is made; so many objects of a run are looked into, and no longer dicts: a vocabulary is no state.
 _LONGEST = 100_000
+# A list of so few numbers is not one number for each batch: each place may be a count.
+_MOST_PLACES = 4
 _MOST_OWNERS, _MOST_ENTRIES = 10_000, 1_000
 
 
@@ -60,13 +64,17 @@ def owners_of_numbers(trainer: Any) -> list[Any]:
     files = [vars(sys.modules[name]) for name in {kind.__module__: 0 for kind in kinds} if name in sys.modules]
     owners += [kind for kind in {type(each): 0 for each in owners} if kind not in kinds] + files
     seen = {id(each) for each in (*held, *owners)}
+    outside = kept_outside(held)
     waiting: list[Any] = [*kinds, *(value for each in owners for value in _values(each))]
+    waiting += [value for each in outside for value in (each.cell, each.value) if value is not None]
     while waiting and len(owners) < _MOST_OWNERS:
         value = waiting.pop(0)
         if id(value) not in seen and _holds_numbers(value):
             seen.add(id(value))
             owners.append(value)
             waiting += [] if isinstance(value, (list, deque)) else _values(value)
+        elif isinstance(value, partial):
+            waiting += [*value.args, value.keywords]
     return owners
 
 
@@ -77,7 +85,7 @@ def _holds_numbers(value: Any) -> bool:
         return len(value) <= _MOST_ENTRIES
     if isinstance(value, type):
         return is_class_of_user(value)
-    return isinstance(value, (SimpleNamespace, Namespace)) or is_object_of_user(value)
+    return isinstance(value, (SimpleNamespace, Namespace, CellType)) or is_object_of_user(value)
 
 
 def _values(owner: Any) -> list[Any]:
@@ -85,10 +93,19 @@ def _values(owner: Any) -> list[Any]:
 
 
 def _named(owner: Any) -> dict[Any, Any]:
-    """Return an object's attributes, or a dict's entries."""
-    if isinstance(owner, dict):
-        return owner if "__name__" not in owner else {n: v for n, v in owner.items() if not n.startswith("__")}
-    return {name: value for name, value in getattr(owner, "__dict__", {}).items() if not name.startswith("__")}
+    """Return an object's attributes, a dict's entries, or what is in a closure's cell; names of Python's own aside."""
+    named = _all_named(owner)
+    is_object = not isinstance(owner, dict) or "__name__" in owner
+    return {n: v for n, v in named.items() if not n.startswith("__")} if is_object else named
+
+
+def _all_named(owner: Any) -> dict[Any, Any]:
+    if isinstance(owner, CellType):
+        try:
+            return {_IN_CELL: owner.cell_contents}
+        except ValueError:  # it has been emptied
+            return {}
+    return owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
 
 
 def numbers_of(owner: Any, *, on_device: bool = False) -> dict[Any, Any]:
@@ -99,12 +116,12 @@ def numbers_of(owner: Any, *, on_device: bool = False) -> dict[Any, Any]:
         on_device: of tensors on a device too, which waits for it.
     """
     if isinstance(owner, (list, deque)):
-        return {_LENGTH: len(owner)}
+        return {_LENGTH: len(owner), **(dict(enumerate(owner)) if len(owner) <= _MOST_PLACES else {})}
     if isinstance(owner, dict) and len(owner) > _MOST_ENTRIES:
         return {}
     found = {}
     # Each batch does this for each module of the user's: what is plain needs no further question.
-    for name, value in (owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})).items():
+    for name, value in _all_named(owner).items():
         plain = value if type(value) in _PLAIN else _plain(value, on_device)
         if plain is not NotImplemented and name not in _NOT_THE_USERS and not str(name).startswith("__"):
             found[name] = plain
@@ -117,6 +134,8 @@ def _plain(value: Any, on_device: bool) -> Any:
         return NotImplemented
     if isinstance(value, Enum):
         return value
+    if type(value) is Count:
+        return value.value
     if isinstance(value, tuple) and len(value) < 10 and all(type(each) in NUMBERS for each in value):
         return value
     if type(value) is Tensor and not isinstance(value, DTensor) and value.numel() == 1 and not value.requires_grad:
@@ -196,7 +215,7 @@ def shown_as(owner: Any, name: Any, value: Any) -> Iterator[None]:
         return
     counter, held = Counter(owner, name, 0), list(owner) if isinstance(owner, list) else None
     try:
-        if held is not None:
+        if held is not None and name == _LENGTH:
             del owner[value:]
         else:
             _show(counter, value)
@@ -216,11 +235,15 @@ def _later(counter: Counter, value: Any, batches: int) -> Any:
 
 def _show(counter: Counter, value: Any) -> None:
     owner, name = counter.owner, counter.name
-    if isinstance(owner, (list, deque)):
+    if isinstance(owner, (list, deque)) and name != _LENGTH:
+        owner[name] = value
+    elif isinstance(owner, (list, deque)):
         owner.extend([owner[-1] if owner else 0.0] * (min(int(value), _LONGEST) - len(owner)))
     elif isinstance(held := _named(owner)[name], Tensor):
         with torch.no_grad():
             held.fill_(value)
+    elif isinstance(held, Count):
+        held.value = value
     elif isinstance(owner, dict):
         owner[name] = value
     else:

@@ -24,7 +24,7 @@ from lightning_sp.step.users_numbers.counters import Counter, added, numbers_of,
 _STAYS = 2
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Owners that are none of the user's, by negative numbers.
-_RUN, _MODULES, _BATCH = -1, -2, -3
+_RUN, _MODULES, _BATCH, _RATES = -1, -2, -3, -4
 # The first changes are each told; then the 8th, the 16th, the 32nd, and so on.
 _EACH = 4
 # Of an entry that says which task a batch has so many values are each told: one that has more counts or names samples.
@@ -143,9 +143,18 @@ class Schedules:
 
     def _read(self, trainer: Any) -> Iterator[tuple[int, dict[Any, Any]]]:
         yield _RUN, {"epoch": trainer.current_epoch}
+        yield _RATES, dict(_rates(trainer))
         yield _MODULES, {"modules": tuple(map(_mode, trainer.lightning_module.modules()))}
         for index, owner in enumerate(self._owners):
             yield index, numbers_of(owner)
+
+
+def _rates(trainer: Any) -> Iterator[tuple[Any, float]]:
+    """Yield the learning rates of optimizers, which a hook may set: those that no device has."""
+    for i, optimizer in enumerate(getattr(trainer, "optimizers", ())):
+        for j, group in enumerate(optimizer.param_groups):
+            if isinstance(rate := group.get("lr"), float):
+                yield (i, j), rate
 
 
 def _mode(module: nn.Module) -> tuple[Any, ...]:

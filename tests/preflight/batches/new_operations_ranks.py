@@ -48,7 +48,7 @@ class Late(Plain):
         due = {
             "sixth": batch_idx % 6 == BEGINS + 1,
             "read": self.global_step % 6 == BEGINS + 1,
-            "last loss": self.last < 1.5,
+            "last loss": 1 < self.last < 1.5,  # of which no trial shows the middle
             "drawn": step == BEGINS and self.trainer.strategy._steps.context.trial_seed is None,
         }
         return due.get(self.kind, False)

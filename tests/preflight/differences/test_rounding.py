@@ -34,3 +34,15 @@ def test_what_is_wrong_in_bfloat16_alone_is_refused(pools: Any, factor: float):
     for found in pools(2).run(ranks.said, "models", "t5_translation", factor):
         assert found["outcome"] == "refused"
         assert "gives another result on shards than whole (allowed: 8e-02 relative)" in found["why"]
+
+
+@pytest.mark.parametrize("rows", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_that_are_what_rounding_leaves_of_0_are_no_difference(pools: Any, rows: int):
+    assert pools(2).run(ranks.fit, "relational", rows) == ["", ""]
+
+
+def test_a_small_loss_that_is_wrong_is_refused(pools: Any):
+    for found in pools(2).run(ranks.fit, "small", 2):
+        assert (
+            "gives another result on shards than whole (allowed: 1e-08 relative)" in found or "differs between" in found
+        )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, cycle
 from multiprocessing import Value
 from types import SimpleNamespace
@@ -251,6 +253,45 @@ def test_what_a_step_keeps_outside_of_its_module_is_put_back():
             module.step()
     assert found[0] == found[1] == found[2] == module.step()
     assert module.step()[3] == (3, 4, 0.5, "b"), "iterators go on behind a trial"
+
+
+IDS = count(10)
+NEXT = partial(next, IDS)
+
+
+def rising() -> Iterator[int]:
+    yield from (1, 2, 3, 4, 5, 6, 7)
+
+
+def advance(seen: list[int]) -> int:
+    seen[0] += 1
+    return seen[0]
+
+
+class Taking(nn.Module):
+    """Takes from iterators wherever they are, and counts in what functions are given."""
+
+    of_class = rising()
+
+    def __init__(self) -> None:
+        super().__init__()
+        own, self.entries, self.places, self.table = rising(), {"a": count(0.5, 0.5)}, [rising(), "b"], {1: 2}
+        self.take, self.next_id, self.seen = (lambda: next(own)), count(3).__next__, partial(advance, [5])
+
+    def step(self, given: Iterator[int] = rising()) -> tuple[object, ...]:  # noqa: B008
+        named = next(IDS), NEXT(), next(type(self).of_class), next(given)
+        return (*named, self.take(), self.next_id(), next(self.entries["a"]), next(self.places[0]), self.seen())
+
+
+def test_what_a_step_takes_from_iterators_is_there_again():
+    module, found = Taking(), []
+    for _ in range(3):
+        with isolated(module, torch.device("cpu")):
+            found.append(module.step())
+            module.step()
+    assert found[0] == found[1] == found[2] == module.step() == (10, 11, 1, 1, 1, 3, 0.5, 1, 6)
+    assert module.step() == (12, 13, 2, 2, 2, 4, 1.0, 2, 7)
+    assert (module.places[1], module.table) == ("b", {1: 2})
 
 
 def test_what_a_step_does_to_its_run_is_put_back():

@@ -3,6 +3,7 @@ batch's index; beside plain Lightning on one device."""
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, steps_of, tiny_llama
 
 SEEN = {"batches": 0}
+IDS = count(1)
 
 
 class Changing(Plain):
@@ -34,7 +36,8 @@ class Changing(Plain):
                 group["lr"] *= 0.1
         SEEN["batches"] += 1
         targets, self.state["seen"] = batch["shift_labels"].clone(), self.state["seen"] + 1
-        seen = {"index": batch_idx + 1, "entry": self.state["seen"], "file": SEEN["batches"]}
+        number = next(IDS) if self.kind == "iterator" else 0
+        seen = {"iterator": number, "index": batch_idx + 1, "entry": self.state["seen"], "file": SEEN["batches"]}
         if seen.get(self.kind, 0) >= 5:
             targets[:, :4] = -100
         return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
@@ -68,7 +71,8 @@ class Growth(pl.Callback):
 def fit(kind: str, split: bool) -> dict[str, Any]:
     """Return the steps of a fit, and what it leaves."""
     torch.manual_seed(3)
-    SEEN["batches"] = 0
+    global IDS
+    SEEN["batches"], IDS = 0, count(1)
     options: dict[str, Any] = {
         "max_epochs": 4 if kind == "grown" else 1,
         "callbacks": [Growth()] if kind == "grown" else [],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from lightning_sp.step.isolation.iterators import Count
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters, reads_batch_index
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.step.users_numbers import counted_ranks
@@ -94,6 +96,28 @@ def test_numbers_are_found_where_users_keep_them():
         assert len(model.rows) == 2
 
 
+def test_counts_of_iterators_closures_and_what_functions_are_given_are_found():
+    model, own, found = Model(), 0, []
+
+    def add() -> int:
+        nonlocal own
+        own += 2
+        return own
+
+    model.ids, model.add, model.given = Count(3), add, partial(list.append, [1, 5])
+
+    def step() -> None:
+        next(model.ids)
+        model.add()
+        model.given.args[0][1] += 1
+
+    noting_counters(step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
+    assert {each.name: each.each for each in found} == {"ids": 1, "cell_contents": 2, 1: 1}
+    with counted_on(found, 10):
+        assert (model.ids.value, own, model.given.args[0]) == (14, 22, [1, 16])
+    assert (model.ids.value, own, model.given.args[0]) == (4, 2, [1, 6])
+
+
 def test_a_counter_is_not_shown_beyond_its_end():
     index = SimpleNamespace(batch_idx=0)
     with counted_on([Counter(index, "batch_idx", 1, 7)], 600):
@@ -116,7 +140,7 @@ def test_whether_a_step_reads_its_index_is_seen_in_its_code():
     )
 
 
-@pytest.mark.parametrize("kind", ["frozen", "stopped", "rate", "index", "entry", "file", "grown"])
+@pytest.mark.parametrize("kind", ["frozen", "stopped", "rate", "index", "entry", "file", "iterator", "grown"])
 def test_what_comes_later_in_a_run_is_one_devices(pools, kind):
     (alone,) = pools(1).run(counted_ranks.fit, kind, False)
     for found in pools(2).run(counted_ranks.fit, kind, True):

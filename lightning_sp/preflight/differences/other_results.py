@@ -1,0 +1,60 @@
+"""Steps that decide by a result of an earlier one: the last loss, a metric that is logged. Both ways are compared before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.recording.kept_results import results_shown
+from lightning_sp.preflight.recording.progress_read import ProgressRead
+from lightning_sp.preflight.trial import Outcome, Trial
+
+
+def compare_with_other_results(
+    trial: Trial, whole: Outcome, read: ProgressRead, compare: Callable[[Trial], None]
+) -> None:
+    """Compare once more what the step does as its results become small, and large, where that is something else. Every rank must call it.
+
+    Args:
+        trial: of the step.
+        whole: what it gave whole.
+        read: the results that it keeps, and the metrics that it reads.
+        compare: runs a trial whole and sharded.
+
+    Communicates: whether any rank's step keeps any; one whole run each way where it does.
+    """
+    if not any(comm.gather_objects(bool(read.results or read.metrics), trial.control_group)):
+        return
+    names = [*dict.fromkeys([str(each.name) for each in read.results if each.name is not None] + sorted(read.metrics))]
+    for larger in (False, True):
+        when = f"with {', '.join(names[:3]) or 'its results'} as if {'large' if larger else 'small'}"
+        again = replace(trial, crop=f"{trial.crop} {when},")
+        with results_shown(trial.module, read.results, read.metrics, larger=larger):
+            try:
+                with torch.compiler.set_stance("force_eager"):
+                    found = again.whole()
+            except SequenceParallelError as error:
+                rank_zero_info(f"preflight: not compared {when}: {error}")
+                continue
+            if any(comm.gather_objects(_is_other(found, whole), trial.control_group)):
+                compare(again)
+
+
+def _is_other(found: Outcome, whole: Outcome) -> bool:
+    """Return whether a whole run gave something else than another one, and something finite."""
+    if found.loss is None or whole.loss is None:
+        return found.loss is not whole.loss
+    if not torch.isfinite(found.loss).all():
+        return False
+    return not (torch.equal(found.loss.detach(), whole.loss.detach()) and _are_equal(found.gradients, whole.gradients))
+
+
+def _are_equal(found: Mapping[str, Tensor | None], whole: Mapping[str, Tensor | None]) -> bool:
+    pairs = [(each, whole.get(name)) for name, each in found.items()]
+    return all(a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)

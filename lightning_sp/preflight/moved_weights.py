@@ -1,0 +1,32 @@
+"""Weights moved by a part of themselves, so that a run shows what depends on them: rounding, or what a step before has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+@contextmanager
+def moved_weights(module: nn.Module, seed: int, part: float) -> Iterator[None]:
+    """Move each weight up or down by a part of itself, alike on replicas, and put it back."""
+    weights = [shard_of(each) for each in module.parameters() if each.is_floating_point()]
+    before = [each.clone() for each in weights]
+    for weight in weights:
+        generator = torch.Generator(weight.device).manual_seed(seed)
+        up = torch.randint(2, weight.shape, generator=generator, device=weight.device)
+        weight.mul_(1 + part * (2 * up - 1).to(weight.dtype))
+    try:
+        yield
+    finally:
+        for weight, value in zip(weights, before, strict=True):
+            weight.copy_(value)
+
+
+def shard_of(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a weight, in its memory."""
+    whole = parameter.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole

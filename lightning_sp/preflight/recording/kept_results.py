@@ -1,0 +1,154 @@
+"""Results that a step keeps for later steps, its last loss say, and metrics that it reads: shown as if they were smaller, and larger.
+
+    if self.last_loss < 2: labels[:, : self.skipped] = -100                      no trial of the first steps sees this line
+    if self.trainer.callback_metrics.get("loss", 9) < 2: ...                     nor this one
+
+Such a number is what it is where the step computes with it. Where Python compares it, it comes out as if it were small, or large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.forced_numbers import tracked_number
+from lightning_sp.step.users_numbers.counters import added, numbers_of, owners_of_numbers
+from lightning_sp.trainer.shown_metrics import noted_metrics
+
+_ABOVE, _BELOW = {"gt", "ge", "greater", "greater_equal"}, {"lt", "le", "less", "less_equal"}
+# What Python's `float` gets, which keeps no trace of where a number comes from.
+_SMALLER, _LARGER = 1e-3, 1e3
+
+
+class Result(NamedTuple):
+    """A number that a step leaves.
+
+    Args:
+        owner: an object, a dict, or a list of numbers.
+        name: of the attribute or entry; of a list, none.
+        value: what it left: a number, of a list all.
+    """
+
+    owner: Any
+    name: Any
+    value: Any
+
+
+def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) -> Callable[[], Any]:
+    """Return a step that notes which numbers it leaves that are no counts: it is run on one batch.
+
+    Args:
+        run: the step.
+        trainer: of the run.
+        found: takes them.
+    """
+
+    def noted() -> Any:
+        owners = owners_of_numbers(trainer)
+        before = [_numbers(each) for each in owners]
+        output = run()
+        for owner, numbers in zip(owners, before, strict=True):
+            for name, value in _numbers(owner).items():
+                if _is_result(value) and value != numbers.get(name) and not added(numbers.get(name), value):
+                    found.append(Result(owner, name, value))
+        return output
+
+    return noted
+
+
+def _numbers(owner: Any) -> dict[Any, Any]:
+    return {None: list(owner)} if isinstance(owner, (list, deque)) else numbers_of(owner, on_device=True)
+
+
+def _is_result(value: Any) -> bool:
+    """Return whether a value is a number with a fraction, as no count has, or a list that ends with one."""
+    number = value[-1] if isinstance(value, list) and value else value
+    return type(number) is float and not number.is_integer() and math.isfinite(number)
+
+
+@contextmanager
+def results_shown(module: Any, results: Sequence[Result], metrics: set[str], *, larger: bool) -> Iterator[None]:
+    """Show results and metrics as if they were small, or large, and put them back."""
+    shown = {name: torch.ones(()) for name in metrics}
+    with ExitStack() as undo:
+        tensors = [*shown.values()]
+        for owner, name, value in results:
+            held = _held(owner, name)
+            if isinstance(held, Tensor):
+                tensors.append(held)
+            else:
+                undo.callback(_put, owner, name, held)
+                _put(owner, name, _tracked(value, larger=larger))
+        undo.enter_context(noted_metrics(module, shown))
+        undo.enter_context(_Shown(tensors, larger=larger))
+        yield
+
+
+_ABSENT = object()
+
+
+def _tracked(value: Any, *, larger: bool) -> Any:
+    if isinstance(value, list):
+        return [_tracked(each, larger=larger) for each in value]
+    return tracked_number(value, larger=larger) if isinstance(value, float) else value
+
+
+def _held(owner: Any, name: Any) -> Any:
+    if isinstance(owner, (list, deque)):
+        return list(owner)
+    return owner.get(name, _ABSENT) if isinstance(owner, dict) else getattr(owner, name, _ABSENT)
+
+
+def _put(owner: Any, name: Any, value: Any) -> None:
+    if isinstance(owner, (list, deque)):
+        owner.clear()
+        owner.extend(value)
+    elif value is _ABSENT:
+        if isinstance(owner, dict):
+            owner.pop(name, None)
+        elif hasattr(owner, name):
+            delattr(owner, name)
+    elif isinstance(owner, dict):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+class _Shown(TorchFunctionMode):
+    """Has comparisons of single numbers come out as if they were small, or large, by what they are made of."""
+
+    def __init__(self, tensors: Sequence[Tensor], *, larger: bool) -> None:
+        super().__init__()
+        self._of = {id(each): each for each in tensors}
+        self._larger = larger
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
+        place = next((i for i, each in enumerate(args[:2]) if id(each) in self._of), None)
+        if place is None:
+            return output
+        name = name_of(function)
+        if name in _ABOVE | _BELOW and isinstance(output, Tensor) and output.numel() == 1:
+            return torch.full_like(output, ((name in _ABOVE) == self._larger) == (place == 0))
+        if name == "item" and isinstance(output, float):
+            return tracked_number(output, larger=self._larger)
+        if name == "__float__":
+            return output * (_LARGER if self._larger else _SMALLER)
+        if (
+            isinstance(output, Tensor)
+            and output.numel() == 1
+            and output.is_floating_point()
+            and not output.requires_grad
+        ):
+            self._of[id(output)] = output
+        return output

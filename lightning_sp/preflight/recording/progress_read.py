@@ -1,0 +1,86 @@
+"""What a step reads of how far its run is, and of learning rates, and what it counts: noted in a trial, and shown as later in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch.distributed import ProcessGroup
+
+from lightning_sp import comm
+from lightning_sp.preflight.recording.kept_results import Result, noting_results
+from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
+from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
+from lightning_sp.trainer.shown_metrics import noted_metrics
+from lightning_sp.trainer.shown_progress import Moment, later_moments, shown_progress
+
+
+class ProgressRead(NamedTuple):
+    """What a step reads, on this rank.
+
+    Args:
+        progress: names of the run's progress.
+        rates: names of what optimizers' groups and schedules hold.
+        counters: its own.
+        results: numbers that it leaves for later steps.
+        metrics: names of the trainer's.
+    """
+
+    progress: set[str]
+    rates: set[str]
+    counters: list[Counter]
+    results: list[Result]
+    metrics: set[str]
+
+    def noting(self, run: Callable[[], Any], trainer: Any) -> Callable[[], Any]:
+        """Return a step that notes what it counts and leaves: it is run on one batch."""
+        return noting_results(noting_counters(run, trainer, self.counters), trainer, self.results)
+
+    def without_reads(self, counters: Sequence[Counter]) -> ProgressRead:
+        """Return counters alone: what the step reads and leaves the first trial has shown it as later."""
+        return ProgressRead(set(), set(), [*counters], [], set())
+
+
+@contextmanager
+def progress_read(module: Any, counters: Sequence[Counter]) -> Iterator[ProgressRead]:
+    """Note what the user's code reads within.
+
+    Args:
+        module: of the run.
+        counters: that are known; more may be added.
+    """
+    with shown_progress(module) as read, noted_rates(module.trainer) as rates, noted_metrics(module) as metrics:
+        yield ProgressRead(read, rates, list(counters), [], metrics)
+
+
+def shown_later(
+    module: Any, found: ProgressRead, control_group: ProcessGroup | None
+) -> Iterator[AbstractContextManager[str]]:
+    """Yield what shows the step each moment that it is to be tried at, and says which that is; nothing where no rank's reads or counts.
+
+    Args:
+        module: of the run.
+        found: what was read on this rank.
+        control_group: the world, on a backend for host objects. Every rank must call it.
+    """
+    own = bool(found.progress or found.rates or found.counters), bool(found.rates)
+    is_due, reads_rates = map(any, zip(*comm.gather_objects(own, control_group), strict=True))
+    if not is_due:
+        return
+    moments = [*later_moments(module.trainer), *(extreme_moments(module) if reads_rates else ())]
+    for number, moment in enumerate(dict.fromkeys(moments)):
+        rates = partial(rates_as_at, module, moment, number) if reads_rates else None
+        yield _as_at(module, moment, found.counters, rates)
+
+
+@contextmanager
+def _as_at(module: Any, moment: Moment, counters: Sequence[Counter], rates: Any) -> Iterator[str]:
+    trainer = module.trainer
+    with ExitStack() as stack:
+        stack.enter_context(shown_progress(module, moment))
+        batches = (moment.step - trainer.global_step) * trainer.accumulate_grad_batches
+        shown = [stack.enter_context(counted_on(counters, batches)), stack.enter_context(rates()) if rates else ""]
+        also = ", ".join(filter(None, shown))
+        yield f"{moment.describe()}{also and f' ({also})'}"

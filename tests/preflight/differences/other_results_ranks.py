@@ -1,0 +1,53 @@
+"""What runs in the ranks: targets of which more are left out once the last loss is low, as a step keeps it or a metric has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lightning_sp import SequenceParallelError
+from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+
+class Deciding(Plain):
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_llama)
+        self.kind, self.tensor, self.mean = kind, torch.tensor(9.0), 1.0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        targets = batch["shift_labels"].clone()
+        if self.last < 2:
+            targets[:, :4] = -100
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
+        self.log("train_loss", loss)
+        if self.kind == "attribute":
+            self.known = float(loss)
+        if self.kind == "tensor":
+            self.tensor = loss.detach()
+        self.mean = 0.9 * self.mean + 0.1 * float(loss)
+        return loss / self.mean
+
+    @property
+    def last(self) -> Any:
+        if self.kind == "metric":
+            return float(self.trainer.callback_metrics.get("train_loss", 9))
+        if self.kind == "tensor":
+            return self.tensor
+        return vars(self).get("known", 9)
+
+
+def fit(kind: str) -> dict[str, Any]:
+    """Return what was refused, after how many steps, and what the module keeps of its trials."""
+    torch.manual_seed(3)
+    trainer, error = quiet_trainer(2, strategy={"ring_size": 2}, max_steps=4, max_epochs=-1), ""
+    module = Deciding(kind)
+    try:
+        trainer.fit(module, DataLoader(TokenDataset(8), batch_size=2))
+    except SequenceParallelError as refusal:
+        error = str(refusal)
+    kept = (float(module.tensor), module.mean, "known" in vars(module))
+    return {"error": error, "steps": trainer.global_step, "kept": kept, "type": type(module.mean) is float}

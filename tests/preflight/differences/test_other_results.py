@@ -1,0 +1,62 @@
+"""A step that decides by its last loss, or by a metric, is tried both ways before the first step."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sp.preflight.recording.kept_results import Result, noting_results, results_shown
+from tests.preflight.differences import other_results_ranks as ranks
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("loss", torch.tensor(9.0))
+        self.last, self.steps, self.state, self.lately = 9.0, 0, {"mean": 1.5}, deque([0.25], maxlen=2)
+
+    def step(self) -> None:
+        self.last, self.steps, self.first = 2.5, self.steps + 1, 0.5
+        self.loss.fill_(1.25)
+        self.state["mean"] *= 0.5
+        self.lately.append(0.75)
+
+
+def test_numbers_that_a_step_leaves_and_that_are_no_counts_are_noted():
+    model, found = Model(), list[Result]()
+    noting_results(model.step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
+    values = {each.name: each.value for each in found}
+    assert values == {"last": 2.5, "first": 0.5, "loss": 1.25, "mean": 0.75, None: [0.25, 0.75]}
+
+
+@pytest.mark.parametrize("larger", [False, True])
+def test_they_are_what_they_are_but_where_they_are_compared(larger):
+    model, found = Model(), list[Result]()
+    noting_results(model.step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
+    del model.first
+    with results_shown(model, found, set(), larger=larger):
+        assert [each > 1 for each in (model.last, model.first, model.state["mean"], model.lately[-1])] == [larger] * 4
+        assert [bool(model.loss > 1), bool(2 * model.loss > 1), model.loss.item() > 1] == [larger] * 3
+        assert [model.last < 100, model.loss < 100, not model.loss > 100] == [not larger] * 3
+        assert (float(model.loss) > 100) == larger
+        assert float(model.last * torch.ones(())) == 2.5
+        assert float(torch.tensor(2 * model.first)) == 1.0
+    assert (type(model.last), hasattr(model, "first"), model.state) == (float, False, {"mean": 0.75})
+    assert (float(model.loss), list(model.lately)) == (1.25, [0.25, 0.75])
+
+
+@pytest.mark.parametrize("kind", ["attribute", "tensor", "metric"])
+def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kind):
+    for found in pools(2).run(ranks.fit, kind):
+        assert "as if small, gives another result on shards than whole" in found["error"]
+        assert found["steps"] == 0
+        assert found["kept"] == (9.0, 1.0, False)
+
+
+def test_a_step_that_computes_with_them_is_not_compared_again(pools):
+    for found in pools(2).run(ranks.fit, "none"):
+        assert (found["error"], found["steps"], found["type"]) == ("", 4, True)

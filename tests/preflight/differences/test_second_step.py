@@ -1,0 +1,16 @@
+"""What a step reads of tensors that an earlier one has left is compared before the first step, in a second step on the same rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.preflight.differences import second_step_ranks as ranks
+
+
+@pytest.mark.parametrize("weight", [5.0, 0.0])
+def test_predictions_that_the_next_epoch_reads_are_kept_in_the_global_view(pools, weight):
+    [plain] = pools(1).run(ranks.fit, 1, weight)
+    for found in pools(2).run(ranks.fit, 2, weight):
+        assert found["whole"] == bool(weight)
+        for name, each in plain["weights"].items():
+            assert (found["weights"][name] - each).abs().max() <= 1e-10, name

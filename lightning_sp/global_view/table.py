@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.calls.all_positions import read_at_all_positions
 from lightning_sp.global_view.calls.bodies import body_of
 from lightning_sp.global_view.calls.call import (
     MOST_NUMBERS,
@@ -129,6 +130,8 @@ def dispatch(function: Any, types: Collection[type], args: tuple[Any, ...], kwar
     args, kwargs = by_position(function, args, kwargs)
     call = Call(name=name_of(function), function=function, args=args, kwargs=kwargs)
     if torch._C._functorch.peek_interpreter_stack() is not None:
+        if (read := read_at_all_positions(call)) is not None:
+            return read
         _check_transformed(call)
     if Scores in types and (written := _written_scores(call)):
         return call.changed(lambda each: written.get(id(each), each))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed.tensor import DTensor
 from torch.nn.modules._functions import BackwardHookFunction
@@ -28,7 +27,8 @@ from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from lightning_sp.context.streams import streams
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.global_view.calls.call import NO_RULE, Call, is_sequence, placed, whole_is_small
+from lightning_sp.global_view.calls.all_positions import of_all_positions
+from lightning_sp.global_view.calls.call import NO_RULE, Call, placed
 from lightning_sp.global_view.rules.pointwise import RANDOM, RULES, aligned, like_another, pointwise, to
 from lightning_sp.global_view.rules.properties import RULES as PROPERTIES
 from lightning_sp.global_view.table import name_of, scores_made
@@ -78,7 +78,7 @@ def watching(original: Callable[..., Any]) -> Callable[..., Any]:
         if cls is _SAVES_INPUTS:
             return original(cls, *args, **kwargs)
         if cls.__name__ == "ModIndex" and cls.__module__.startswith("torch."):
-            return original(cls, _of_all_positions(*args), *args[1:], **kwargs)
+            return original(cls, of_all_positions(*args), *args[1:], **kwargs)
         refusal = partial(_refusal, cls)
         args = _with_numbers(args, refusal)
         call = Call(
@@ -216,25 +216,6 @@ def _replaced(owner: Any, apply: Any) -> Iterator[None]:
             del owner.apply
         else:
             owner.apply = own
-
-
-def _of_all_positions(x: Any, indices: Any) -> Tensor:
-    """Return a tensor of the sequence whole, for a function of positions that torch.vmap calls with all of them: its result is whole, too.
-
-    Raises:
-        SequenceParallelError: it has many numbers for each token, or is learned; or positions are of a part.
-    """
-    if not is_sequence(x) or any(map(is_sequence, indices)) or x.requires_grad or not whole_is_small(x):
-        raise SequenceParallelError(
-            f"global_view: a function of positions that torch.vmap calls with all of them reads {tuple(x.shape)} ({users_line()}), and a rank "
-            "has its part of the sequence: that is carried where it reads few numbers of each token, a mask or documents, without a gradient; "
-            "hand it lightning_sp.reductions.unshard(x), the whole on every rank"
-        )
-    x.placement.storage.note_reduction()
-    # Ranks send each other numbers of their own, none of those that are mapped.
-    with temporarily_clear_interpreter_stack():
-        whole: Tensor = x.whole()
-    return whole
 
 
 def _multiplies_tokens(cls: Any, call: Call) -> bool:

@@ -118,6 +118,8 @@ class ReadNumbers(TorchFunctionMode):
     def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[Entry]) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
+        if torch._C._functorch.is_batchedtensor(output if isinstance(output, Tensor) else given):
+            return  # torch.vmap shows one of many, by which Python cannot decide
         counted = name in SIZES and given in self._counted
         if name in SIZES and not (counted or compares_products(*place)):
             return

@@ -228,7 +228,7 @@ GLOBAL_VIEW = (
     ),
     fault(
         "a function of positions that reads a rank's part",
-        "global_view/user_functions/autograd_functions.py",
+        "global_view/calls/all_positions.py",
         "        whole: Tensor = x.whole()\n",
         "        whole: Tensor = x.local\n",
         f"{RULES}[1-2-16]",

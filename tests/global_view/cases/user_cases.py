@@ -252,3 +252,18 @@ def functions_of_positions(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
     made = create_mask(visible, 2, 1, length, length, device="cpu")
     q = x.view(2, length, 4, -1).transpose(1, 2)
     return F.scaled_dot_product_attention(q, q.sin(), q, attn_mask=made)
+
+
+@case
+def positions_mapped_by_hand(x: Tensor, ids: Tensor, mask: Tensor) -> Any:
+    """The same by nested torch.vmap, whose positions index as plain tensors do."""
+    documents, length = (ids % 3 == 0).cumsum(1), ids.shape[1]
+
+    def visible(row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[row, query] == documents[row, key]) & (key <= query)
+
+    of_keys = torch.vmap(visible, in_dims=(None, None, 0))
+    mapped = torch.vmap(torch.vmap(of_keys, in_dims=(None, 0, None)), in_dims=(0, None, None))
+    made = mapped(torch.arange(2), torch.arange(length), torch.arange(length)).unsqueeze(1)
+    q = x.view(2, length, 4, -1).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q.sin(), q, attn_mask=made)

@@ -61,7 +61,7 @@ def takes_from_iterators(value: Any) -> bool:
     if isinstance(value, partial):
         return type(value) is partial and any(map(takes_from_iterators, (value.func, *value.args)))
     if isinstance(value, _METHODS):
-        return value.__name__ == _NEXT and takes_from_iterators(value.__self__)
+        return getattr(value, "__name__", "") == _NEXT and takes_from_iterators(value.__self__)
     return isinstance(value, Count) or (isinstance(value, _ITERATORS) and isinstance(value, Iterator))
 
 

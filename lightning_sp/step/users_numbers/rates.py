@@ -165,9 +165,9 @@ def _stepped(schedule: Any, steps: int) -> Iterator[int]:
         for at in range(1, min(steps, _PLATEAUS) + 1):
             schedule._reduce_lr(schedule.last_epoch)
             yield at
-    elif isinstance(schedule, LRScheduler):
+    elif isinstance(schedule, LRScheduler) and steps > 0:  # one of each other time of the run has none
         stride = math.ceil(steps / _MOST_STEPS)
-        for at in range(stride, steps + 1, stride or 1):
+        for at in range(stride, steps + 1, stride):
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of a schedule that is stepped before its optimizer

@@ -93,7 +93,8 @@ class SideChannel:
         if self._thread is not None:
             self._requests.put(None)
             if not self.is_here:
-                self._thread.join(_STORE_LIMIT_S)
+                # Where the store is silent, as where its process is stopped, a request ends at its limit, and nobody hears it.
+                self._thread.join(0.0 if self.silent_s else _STORE_LIMIT_S)
             self._thread = None
 
     def _serve(self) -> None:

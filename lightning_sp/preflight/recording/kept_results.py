@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.forced_numbers import tracked_number
-from lightning_sp.step.users_numbers.counters import added, numbers_of, owners_of_numbers
+from lightning_sp.step.users_numbers.counters import added, noting_numbers, numbers_of
 from lightning_sp.trainer.shown_metrics import noted_metrics
 
 _ABOVE, _BELOW = {"gt", "ge", "greater", "greater_equal"}, {"lt", "le", "less", "less_equal"}
@@ -51,17 +51,12 @@ def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) ->
         found: takes them.
     """
 
-    def noted() -> Any:
-        owners = owners_of_numbers(trainer)
-        before = [_numbers(each) for each in owners]
-        output = run()
-        for owner, numbers in zip(owners, before, strict=True):
-            for name, value in _numbers(owner).items():
-                if _is_result(value) and value != numbers.get(name) and not added(numbers.get(name), value):
-                    found.append(Result(owner, name, value))
-        return output
+    def note(owner: Any, before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        for name, value in now.items():
+            if _is_result(value) and value != before.get(name) and not added(before.get(name), value):
+                found.append(Result(owner, name, value))
 
-    return noted
+    return noting_numbers(run, trainer, _numbers, note)
 
 
 def _numbers(owner: Any) -> dict[Any, Any]:

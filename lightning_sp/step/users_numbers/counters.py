@@ -153,21 +153,38 @@ def noting_counters(run: Callable[[], Any], trainer: Any, found: list[Counter]) 
         found: takes them.
     """
 
+    def note(owner: Any, before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        for name, value in now.items():
+            if name in before and added(before[name], value):
+                found.append(Counter(owner, name, value - before[name]))
+
+    return noting_numbers(run, trainer, partial(numbers_of, on_device=True), note)
+
+
+def noting_numbers(
+    run: Callable[[], Any],
+    trainer: Any,
+    read: Callable[[Any], dict[Any, Any]],
+    note: Callable[[Any, dict[Any, Any], dict[Any, Any]], None],
+) -> Callable[[], Any]:
+    """Return a step that looks at the user's numbers before and behind it: it is run on one batch.
+
+    Args:
+        run: the step.
+        trainer: of the run.
+        read: gives an owner's numbers, by name.
+        note: is given each owner, and its numbers before and behind.
+    """
+
     def noted() -> Any:
         owners = owners_of_numbers(trainer)
-        before = [numbers_of(each, on_device=True) for each in owners]
+        before = [read(each) for each in owners]
         output = run()
         for owner, numbers in zip(owners, before, strict=True):
-            found.extend(_counted(owner, numbers))
+            note(owner, numbers, read(owner))
         return output
 
     return noted
-
-
-def _counted(owner: Any, before: dict[Any, Any]) -> Iterator[Counter]:
-    for name, value in numbers_of(owner, on_device=True).items():
-        if name in before and added(before[name], value):
-            yield Counter(owner, name, value - before[name])
 
 
 def added(before: Any, value: Any) -> bool:

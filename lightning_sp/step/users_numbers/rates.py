@@ -174,5 +174,5 @@ def _stepped(schedule: Any, steps: int) -> Iterator[int]:
                     schedule.last_epoch += stride - 1
                     schedule.step()
             except Exception:
-                return  # it has come to its end: torch's OneCycleLR says so by a ValueError
+                return  # it has come to its end, as OneCycleLR says by a ValueError; the run raises a user's own error when it comes there
             yield at

@@ -348,8 +348,8 @@ PREFLIGHT = (
     fault(
         "a step that the last loss decides about, compared at its first losses alone",
         "preflight/recording/kept_results.py",
-        "                    found.append(Result(owner, name, value))\n",
-        "                    pass\n",
+        "                found.append(Result(owner, name, value))\n",
+        "                pass\n",
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[attribute]",
     ),
     fault(

@@ -245,6 +245,10 @@ def _serve(rank: int, size: int, port: int, timeout_s: float, device: str, tasks
     else:
         _share_gloo_device()
         dist.init_process_group("gloo", **world)
+    # A rank that a call ends at once would take those with it that are still connecting to it.
+    if store.add("connected", 1) == size:
+        store.set("all_connected", "")
+    store.wait(["all_connected"])
     while (task := tasks.get()) is not None:
         function, args = task
         # Before the call is given up: where each thread stands says why there is no answer.

@@ -64,6 +64,7 @@ from lightning_sp.comm.groups import (
     world,
 )
 from lightning_sp.comm.hangs import (
+    Connecting,
     destroyed_in_run,
     end_run,
     is_in_run,
@@ -91,6 +92,7 @@ __all__ = [
     "NOTHING_WRITTEN",
     "CheckedAllGather",
     "CheckedReduceScatter",
+    "Connecting",
     "HostGroups",
     "Largest",
     "PeerError",

@@ -2,7 +2,7 @@
 
 The formulas are those of the docstrings of `lightning_sp.attention.schemes`, pair by pair: a rank's partners on its own node do not count.
 A link counts whole frames. Of each frame 66 bytes are headers: Ethernet 14, IPv4 20, TCP 20 and its timestamps 12. What is left is what the
-sockets were given, to the byte, if nothing is lost and sent again: these links drop nothing.
+sockets were given, to the byte, if nothing is sent again: these links drop nothing, and a busy host sends again what is answered late.
 
 gloo sends 48 bytes before each message. With 48 more its receiver says that it waits for it; with 48 more its sender says that it is there, and
 leaves that out where it has heard of the receiver first. So two passes may differ by 48 bytes for each message that leaves.
@@ -11,6 +11,8 @@ leaves that out where it has heard of the receiver first. So two passes may diff
 from __future__ import annotations
 
 import math
+import re
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +40,19 @@ class Sent:
     def payload_since(self, before: Sent) -> int:
         """Return the bytes of the sockets alone, sent since an earlier reading."""
         return (self.bytes - before.bytes) - HEADER_BYTES * (self.frames - before.frames)
+
+
+def sent_beside_messages(port_of_store: int) -> int:
+    """Return the bytes of this node's open connections to others that are no messages between ranks: words in the store, what was sent again."""
+    told = subprocess.run(["ss", "-tinOH"], check=True, capture_output=True, text=True).stdout
+    sent = 0
+    for line in told.splitlines():
+        (here, port), (there, port_there) = (each.rpartition(":")[::2] for each in line.split()[3:5])
+        if here != there:
+            name = "bytes_sent" if str(port_of_store) in (port, port_there) else "bytes_retrans"
+            found = re.search(rf"\b{name}:(\d+)", line)
+            sent += int(found[1]) if found else 0
+    return sent
 
 
 def ring_pair_units(rank: int, to: int, *, causal: bool) -> int:

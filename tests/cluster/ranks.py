@@ -22,7 +22,7 @@ from benchmarks.instruments.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
-from tests.cluster.crossing import Sent
+from tests.cluster.crossing import Sent, sent_beside_messages
 from tests.cluster.nodes import START_S, shape_commands
 from tests.golden.ranks import train
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
@@ -143,7 +143,10 @@ def endless_attention(said: str, timeout_s: float, **attention: Any) -> None:
 
 
 def crossed_in_training(lengths: list[int], strategy: dict[str, Any]) -> dict[str, Any]:
-    """Return what leaves this rank's node in two training steps on rows of each length, the first step left out."""
+    """Return what leaves this rank's node in two training steps on rows of each length, the first step left out.
+
+    Without words in the store, where a rank looks every other second: two runs take other times.
+    """
     found = []
     for length in lengths:
         num_nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
@@ -151,19 +154,30 @@ def crossed_in_training(lengths: list[int], strategy: dict[str, Any]) -> dict[st
         counted = _Counted(tiny_llama)
         trainer = quiet_trainer(int(os.environ["LOCAL_WORLD_SIZE"]), **options)
         trainer.fit(counted, DataLoader(TokenDataset(6, length), batch_size=2))
-        now = _settled()
-        found.append(now.payload_since(counted.before))
-    return {"payloads": found, "frames": now.frames - counted.before.frames}
+        (before, others_before), (after, others) = counted.read
+        found.append(after.payload_since(before) - (others - others_before))
+    return {"payloads": found, "frames": after.frames - before.frames}
 
 
 class _Counted(Plain):
-    """Reads its node's link when the first step has ended."""
+    """Reads its node's link, and what of it no message was, when the first step has ended, and the last."""
 
-    before = Sent(0, 0)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.read: list[tuple[Sent, int]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_step == 1:
-            self.before = _settled()
+        if self.trainer.global_step in (1, self.trainer.max_steps):
+            self.read.append(_settled_messages())
+
+
+def _settled_messages() -> tuple[Sent, int]:
+    port, is_more = int(os.environ["MASTER_PORT"]), torch.ones(1)
+    while is_more:
+        others, sent = sent_beside_messages(port), _settled()
+        is_more = torch.tensor([float(sent_beside_messages(port) != others)])
+        dist.all_reduce(is_more)
+    return sent, others
 
 
 FUNCTIONS = {each.__name__: each for each in (golden, crossed, crossed_in_training, timed, endless, endless_attention)}

@@ -1,5 +1,6 @@
 """Hangs: ranks that wait for one another, or for one that does not come, named with their collective and the user's line."""
 
+from lightning_sp.comm.hangs.connecting import Connecting
 from lightning_sp.comm.hangs.runs import (
     destroyed_in_run,
     end_run,
@@ -13,6 +14,7 @@ from lightning_sp.comm.hangs.runs import (
 )
 
 __all__ = [
+    "Connecting",
     "destroyed_in_run",
     "end_run",
     "is_in_run",

@@ -45,9 +45,13 @@ class SideChannel:
 
     Each channel of a process has keys of its own: a world that is made after another may meet in the same store, where the words of the other
     still are. All ranks have been in as many worlds.
+
+    Args:
+        store: that of the world if it is None, which is looked up when it is asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: Any = None) -> None:
+        self._store = store
         self._prefix = f"{_PREFIX}/{next(_numbers)}"
         self._requests: SimpleQueue[tuple[Callable[[Store], Any], Future[Any]] | None] = SimpleQueue()
         self._thread: Thread | None = None
@@ -113,7 +117,7 @@ class SideChannel:
 
     def _connect(self) -> Store:
         # No reference to the default store is kept: the world's end is that store's.
-        shared: Any = _c10d._get_default_store()
+        shared: Any = self._store or _c10d._get_default_store()
         own: Store = shared.clone()
         own.set_timeout(timedelta(seconds=_STORE_LIMIT_S))
         self.port = _port(shared)

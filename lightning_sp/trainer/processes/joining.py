@@ -19,12 +19,16 @@ from typing import Any
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.trainer.processes.parent import STARTED_BY
 
 # A process takes seconds to come so far, and a minute on a busy machine.
 _SAID_S = 30.0
 _LOOK_S, _GRACE_S = 1.0, 3.0
+# How long a rank that cannot connect stays for the others to hear it: rank 0 holds the store.
+_STAYS_S = 3.0
+# Without a store ranks cannot connect. On a busy host an answer takes seconds.
+_SILENT_S = 60.0
 # What launchers and runs leave to the processes that are started after them.
 _LEFT = ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -80,10 +84,10 @@ def how_started(
 
 
 @contextmanager
-def while_joining(how: str, *, rank: int, size: int, gone: Callable[[], str] = str) -> Iterator[None]:
+def while_joining(how: str, *, rank: int, size: int, gone: Callable[[], str] = str) -> Iterator[Callable[[Any], None]]:
     """Say after a while that a rank waits for others that have not come, and say it with the error, if there is one.
 
-    Where one of them has ended, this process does: it waits in native code, for as long as a start may take.
+    Where one of them has ended, or cannot connect, this process ends: it waits in native code, for as long as a start may take.
 
     Args:
         how: of `how_started`.
@@ -91,18 +95,24 @@ def while_joining(how: str, *, rank: int, size: int, gone: Callable[[], str] = s
         size: how many there are to be.
         gone: says which of those that this process has started have ended; empty for none.
 
+    Yields:
+        What is to be told of the store that all ranks have met in, before they connect to one another.
+
     Raises:
         SequenceParallelError: they did not meet.
     """
-    joined = threading.Event()
+    joined, connecting = threading.Event(), list[comm.Connecting]()
+
+    def why() -> str:
+        if ended := gone():
+            return f"{ended} before the ranks have met: all of them are to come to trainer.fit"
+        return _why_not_connected(connecting[0]) if connecting else ""
 
     def say() -> None:
         began, is_said = time.monotonic(), False
         while not joined.wait(_LOOK_S):
-            if (ended := gone()) and not joined.wait(_GRACE_S):
-                _leave(
-                    f"rank {rank} of {size} ends: {ended} before the ranks have met: all of them are to come to trainer.fit"
-                )
+            if (told := why()) and not joined.wait(_GRACE_S):
+                _leave(f"rank {rank} of {size} ends: {told}")
             if is_said or time.monotonic() - began < _SAID_S:
                 continue
             is_said = True
@@ -115,15 +125,34 @@ def while_joining(how: str, *, rank: int, size: int, gone: Callable[[], str] = s
     saying = threading.Thread(target=say, name="lightning_sp joining", daemon=True)
     saying.start()
     try:
-        yield
+        yield lambda store: connecting.append(comm.Connecting(store))
     except Exception as error:
         named = comm.connection_error(error)
+        joined.set()  # what this rank tells is not for itself
+        saying.join()
+        for each in connecting:
+            each.tell(f"rank {rank} on host {socket.gethostname()} has not connected: {told_error(named or error)}")
+            time.sleep(_STAYS_S)
         if named is None:
             raise
         raise SequenceParallelError(f"{named}; {how}" if how else str(named)) from error
     finally:
         joined.set()
         saying.join()
+        for each in connecting:
+            each.close()
+
+
+def _why_not_connected(connecting: comm.Connecting) -> str:
+    """Return why ranks that have met do not connect; empty where they may."""
+    if told := connecting.told():
+        return told
+    if connecting.silent_s > _SILENT_S:
+        return (
+            f"the store of the ranks, in rank 0's process or its launcher's, has not answered for {connecting.silent_s:.0f} s, and the ranks "
+            "have not connected to one another: the log of rank 0 says why it has ended, if it has"
+        )
+    return ""
 
 
 def _leave(why: str) -> None:

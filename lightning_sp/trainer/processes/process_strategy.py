@@ -129,13 +129,15 @@ class ProcessStrategy(ParallelStrategy):
         device = self.root_device if self.root_device.type != "cpu" else None
         if not _distributed_is_initialized():
             gone = self.launcher.ended if isinstance(self.launcher, ScriptLauncher) else str
-            with while_joining(self._how_started(), rank=self.global_rank, size=self.world_size, gone=gone):
+            how = self._how_started()
+            with while_joining(how, rank=self.global_rank, size=self.world_size, gone=gone) as met_in:
+                met_in(store := self._store())
                 _init_dist_connection(
                     self.cluster_environment,
                     self._process_group_backend,
                     timeout=self._start_timeout,
                     device_id=device,
-                    store=self._store(),
+                    store=store,
                 )
             comm.own_timeouts()
         comm.set_timeouts(self._start_timeout)

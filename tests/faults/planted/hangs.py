@@ -9,6 +9,20 @@ MAY_GO_ON = f"{REPORTS}::test_a_rank_that_may_go_on_is_no_deadlock"
 
 HANGS = (
     fault(
+        "a rank that cannot connect, of which the others hear nothing",
+        "trainer/processes/joining.py",
+        "            each.tell(",
+        "            str(",
+        "tests/trainer/processes/test_joining.py::test_a_rank_that_cannot_connect_ends_those_that_wait_to_be_reached",
+    ),
+    fault(
+        "a wait to be reached by a rank whose store has ended",
+        "trainer/processes/joining.py",
+        "    if connecting.silent_s > _SILENT_S:\n",
+        "    if False:\n",
+        "tests/trainer/processes/test_joining.py::test_ranks_whose_store_has_ended_do_not_wait",
+    ),
+    fault(
         "a slow transfer taken for a deadlock",
         "comm/hangs/report.py",
         " and own.since_s >= STUCK_S and own.is_quiet",
@@ -179,7 +193,7 @@ HANGS = (
     fault(
         "a rank that waits for as long as a start may take for one that has ended",
         "trainer/processes/joining.py",
-        "            if (ended := gone()) and not joined.wait(_GRACE_S):\n",
+        "            if (told := why()) and not joined.wait(_GRACE_S):\n",
         "            if (ended := ''):\n",
         "tests/trainer/processes/test_joining.py::test_a_rank_that_waits_for_one_that_has_ended_ends[waits]",
     ),

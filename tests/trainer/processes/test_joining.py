@@ -76,6 +76,51 @@ def test_a_rank_that_waits_for_one_that_has_ended_ends(capfd, ended, joined_s, c
     assert (f"rank 0 of 2 ends: {ended} before the ranks have met: all of them" in said) == bool(code)
 
 
+def connect(port: int, rank: int, error: Exception | None) -> None:
+    joining._LOOK_S = joining._GRACE_S = 0.2
+    store = dist.PrefixStore("met", dist.TCPStore("127.0.0.1", port, is_master=False))
+    with while_joining("", rank=rank, size=2) as met_in:
+        met_in(store)
+        if error is not None:
+            raise error
+        time.sleep(60)  # as in native code, until the other reaches this one
+
+
+def test_a_rank_that_cannot_connect_ends_those_that_wait_to_be_reached(capfd):
+    store, context = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        multiprocessing.get_context("fork"),
+    )
+    refused = RuntimeError("Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: Connection refused")
+    ranks = [context.Process(target=connect, args=(store.port, *each)) for each in ((0, refused), (1, None))]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(20)
+        assert each.exitcode == 1
+    said = capfd.readouterr().err
+    assert "SequenceParallelError: the ranks met, and cannot reach one another over gloo: " in said
+    (line,) = [each for each in said.splitlines() if each.startswith("sequence_parallel: rank 1 of 2 ends: ")]
+    assert "rank 0 on host " in line
+    assert " has not connected: SequenceParallelError: the ranks met, and cannot reach one another over gloo" in line
+
+
+def test_ranks_whose_store_has_ended_do_not_wait(capfd, monkeypatch):
+    monkeypatch.setattr(joining, "_SILENT_S", 0.5)
+    store, context = (
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
+        multiprocessing.get_context("fork"),
+    )
+    waits = context.Process(target=connect, args=(store.port, 1, None))
+    waits.start()
+    time.sleep(1.5)
+    assert waits.is_alive()
+    del store
+    waits.join(30)
+    assert waits.exitcode == 1
+    assert "rank 1 of 2 ends: the store of the ranks, in rank 0's process" in capfd.readouterr().err
+
+
 def test_a_rank_that_waits_says_for_what(monkeypatch, caplog):
     monkeypatch.setattr(joining, "_SAID_S", 0.05)
     monkeypatch.setattr(joining, "_LOOK_S", 0.02)

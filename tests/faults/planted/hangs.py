@@ -194,7 +194,7 @@ HANGS = (
         "a rank that waits for as long as a start may take for one that has ended",
         "trainer/processes/joining.py",
         "            if (told := why()) and not joined.wait(_GRACE_S):\n",
-        "            if (ended := ''):\n",
+        "            if (told := ''):\n",
         "tests/trainer/processes/test_joining.py::test_a_rank_that_waits_for_one_that_has_ended_ends[waits]",
     ),
 )

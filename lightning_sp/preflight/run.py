@@ -29,7 +29,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
-from lightning_sp.preflight.differences.other_results import compare_with_other_results
+from lightning_sp.preflight.differences.later_steps import compare_at_later_steps
 from lightning_sp.preflight.differences.other_seeds import (
     EXTREMES,
     OTHER_SEEDS,
@@ -52,7 +52,7 @@ from lightning_sp.preflight.explain.verdict import (
 )
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
-from lightning_sp.preflight.recording.progress_read import ProgressRead, progress_read, shown_later
+from lightning_sp.preflight.recording.progress_read import progress_read
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Outcome, Trial
 from lightning_sp.step.users_numbers.counters import Counter
@@ -118,7 +118,7 @@ def run_preflight(
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
-        _run_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters))
+        compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters), _as_later)
         _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
     return found
@@ -196,31 +196,6 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
             ) from error
 
 
-def _run_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead) -> None:
-    """Compare once more what the step does later, if any rank's reads how far the run is, counts, or keeps results. Every rank must call it.
-
-    Args:
-        trial: of the step.
-        whole: what it gave whole.
-        read: what it reads, counts and keeps.
-    """
-    for later in shown_later(trial.module, read, trial.control_group):
-        with later as when:
-            again, started = replace(trial, crop=f"{trial.crop} {when}"), time.perf_counter()
-            try:
-                with _eager():
-                    with CheckedIndices():  # a number that is shown later may be an index, too
-                        then = _run_whole(again)
-                    sharded = again.sharded()
-                _check_alike(again, then, sharded)
-                if _judged(again, then, sharded, started) is not None:
-                    with _eager():
-                        check_read_numbers(again, then, sharded)
-            except TrialFailedError as error:
-                rank_zero_info(f"preflight: not compared {when}: {error}")
-    compare_with_other_results(trial, whole, read, _compare_again)
-
-
 def _run_a_second_step(trial: Trial, sharded: Outcome) -> None:
     """Compare once more what a second step makes of tensors that the first one leaves, if any rank's does. Every rank must call it."""
     if (again := second_step(trial, sharded)) is not None:
@@ -243,6 +218,22 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
 def _compare_if_it_runs(again: Trial) -> None:
     try:
         _compare_again(again)
+    except TrialFailedError as error:
+        rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
+
+
+def _as_later(again: Trial) -> None:
+    """Compare what is shown as later in the run: a number may be an index then, too, or decide about others."""
+    try:
+        started = time.perf_counter()
+        with _eager():
+            with CheckedIndices():
+                whole = _run_whole(again)
+            sharded = again.sharded()
+        _check_alike(again, whole, sharded)
+        if _judged(again, whole, sharded, started) is not None:
+            with _eager():
+                check_read_numbers(again, whole, sharded)
     except TrialFailedError as error:
         rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
 

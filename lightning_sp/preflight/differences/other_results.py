@@ -31,9 +31,8 @@ def compare_with_other_results(
     """
     if not any(comm.gather_objects(bool(read.results or read.metrics), trial.control_group)):
         return
-    names = [*dict.fromkeys([str(each.name) for each in read.results if each.name is not None] + sorted(read.metrics))]
     for larger in (False, True):
-        when = f"with {', '.join(names[:3]) or 'its results'} as if {'large' if larger else 'small'}"
+        when = results_in_words(read, larger=larger)
         again = replace(trial, crop=f"{trial.crop} {when},")
         with results_shown(trial.module, read.results, read.metrics, larger=larger):
             try:
@@ -42,16 +41,26 @@ def compare_with_other_results(
             except SequenceParallelError as error:
                 rank_zero_info(f"preflight: not compared {when}: {error}")
                 continue
-            if any(comm.gather_objects(_is_other(found, whole), trial.control_group)):
+            if any(comm.gather_objects(does_otherwise(found, whole), trial.control_group)):
                 compare(again)
 
 
-def _is_other(found: Outcome, whole: Outcome) -> bool:
-    """Return whether a whole run gave something else than another one, and something finite."""
+def results_in_words(read: ProgressRead, *, larger: bool) -> str:
+    """Return which results are shown, and as what."""
+    names = [*dict.fromkeys([str(each.name) for each in read.results if each.name is not None] + sorted(read.metrics))]
+    return f"with {', '.join(names[:3]) or 'its results'} as if {'large' if larger else 'small'}"
+
+
+def does_otherwise(found: Outcome, whole: Outcome) -> bool:
+    """Return whether a whole run gave something else than another one, and something finite, or went other ways: it drew, or read numbers."""
     if found.loss is None or whole.loss is None:
         return found.loss is not whole.loss
     if not torch.isfinite(found.loss).all():
         return False
+    if (found.draws, found.attention, found.hidden) != (whole.draws, whole.attention, whole.hidden):
+        return True
+    if found.read.calls.keys() != whole.read.calls.keys() or not _are_equal(found.buffers, whole.buffers):
+        return True
     return not (torch.equal(found.loss.detach(), whole.loss.detach()) and _are_equal(found.gradients, whole.gradients))
 
 

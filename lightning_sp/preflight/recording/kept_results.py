@@ -81,7 +81,9 @@ def results_shown(module: Any, results: Sequence[Result], metrics: set[str], *, 
                 tensors.append(held)
             else:
                 undo.callback(_put, owner, name, held)
-                _put(owner, name, _tracked(value, larger=larger))
+                # A list that is as long as later in the run ends with them.
+                before = held[: -len(value)] if isinstance(owner, (list, deque)) else []
+                _put(owner, name, _tracked([*before, *value] if before else value, larger=larger))
         undo.enter_context(noted_metrics(module, shown))
         undo.enter_context(_Shown(tensors, larger=larger))
         yield

@@ -57,7 +57,7 @@ def progress_read(module: Any, counters: Sequence[Counter]) -> Iterator[Progress
 
 def shown_later(
     module: Any, found: ProgressRead, control_group: ProcessGroup | None
-) -> Iterator[AbstractContextManager[str]]:
+) -> Iterator[Callable[[], AbstractContextManager[str]]]:
     """Yield what shows the step each moment that it is to be tried at, and says which that is; nothing where no rank's reads or counts.
 
     Args:
@@ -72,7 +72,7 @@ def shown_later(
     moments = [*later_moments(module.trainer), *(extreme_moments(module) if reads_rates else ())]
     for number, moment in enumerate(dict.fromkeys(moments)):
         rates = partial(rates_as_at, module, moment, number) if reads_rates else None
-        yield _as_at(module, moment, found.counters, rates)
+        yield partial(_as_at, module, moment, found.counters, rates)
 
 
 @contextmanager

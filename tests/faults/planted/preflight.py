@@ -305,8 +305,8 @@ PREFLIGHT = (
     fault(
         "a step of a later step's number, not tried",
         "preflight/run.py",
-        "        _run_at_later_steps(trial, whole, read if monitored is not None else",
-        "        _run_at_later_steps(trial, whole, read if False else",
+        "        compare_at_later_steps(trial, whole, read if monitored is not None else",
+        "        compare_at_later_steps(trial, whole, read if False else",
         "tests/trainer/test_shown_progress.py::test_what_begins_at_a_later_step_is_refused_before_the_first",
     ),
     fault(
@@ -351,6 +351,13 @@ PREFLIGHT = (
         "                found.append(Result(owner, name, value))\n",
         "                pass\n",
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[attribute]",
+    ),
+    fault(
+        "a later step that reads numbers of its tokens, taken for the first one",
+        "preflight/differences/other_results.py",
+        "    if found.read.calls.keys() != whole.read.calls.keys() or not",
+        "    if not",
+        "tests/preflight/differences/test_other_results.py::test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first",
     ),
     fault(
         "a metric that decides about a step, and that no trial shows",

@@ -49,12 +49,22 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
     assert (float(model.loss), list(model.lately)) == (1.25, [0.25, 0.75])
 
 
-@pytest.mark.parametrize("kind", ["attribute", "tensor", "metric"])
+@pytest.mark.parametrize("kind", ["attribute", "tensor", "metric", "list"])
 def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kind):
     for found in pools(2).run(ranks.fit, kind):
+        # Of a list nothing is read before there are two.
+        assert ("as at optimizer step 2 in epoch 0 (length=2)" in found["error"]) == (kind == "list")
         assert "as if small, gives another result on shards than whole" in found["error"]
         assert found["steps"] == 0
         assert found["kept"] == (9.0, 1.0, False)
+
+
+def test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first(pools):
+    """On the crop nothing comes of it."""
+    for found in pools(2).run(ranks.fit, "tokens"):
+        assert "training_step decides by a number of its tokens" in found["error"]
+        assert "as at optimizer step 2 in epoch 0 (length=2)" in found["error"]
+        assert found["steps"] == 0
 
 
 def test_a_step_that_computes_with_them_is_not_compared_again(pools):

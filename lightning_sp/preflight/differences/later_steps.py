@@ -1,0 +1,76 @@
+"""What a step does later in its run: at other steps, rates and counts, and with other results of steps before it. Compared before the first.
+
+if len(self.losses) > 100: ids = ids.flip(1)      whole and sharded, as at later steps
+self.losses.append(float(loss))                   whole runs alone, which show that nothing comes of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+
+import torch
+
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.differences.other_results import (
+    compare_with_other_results,
+    does_otherwise,
+    results_in_words,
+)
+from lightning_sp.preflight.recording.checked_indices import CheckedIndices
+from lightning_sp.preflight.recording.kept_results import results_shown
+from lightning_sp.preflight.recording.progress_read import ProgressRead, shown_later
+from lightning_sp.preflight.trial import Outcome, Trial
+
+
+def compare_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead, compare: Callable[[Trial], None]) -> None:
+    """Compare once more what the step does later, if any rank's reads how far the run is, counts, or keeps results. Every rank must call it.
+
+    Args:
+        trial: of the step.
+        whole: what it gave whole.
+        read: what it reads, counts and keeps.
+        compare: runs a trial whole and sharded.
+
+    Communicates: what any rank's step reads, counts and keeps; a whole run for each of some later steps, and more where those do otherwise.
+    """
+    own = bool(read.progress or read.rates), bool(read.counters), bool(read.results or read.metrics)
+    reads, counts, keeps = map(any, zip(*comm.gather_objects(own, trial.control_group), strict=True))
+    if not (reads or counts or keeps) or (not reads and not _does_otherwise_later(trial, whole, read, compare, keeps)):
+        return
+    for later in shown_later(trial.module, read, trial.control_group):
+        with later() as when:
+            compare(replace(trial, crop=f"{trial.crop} {when}"))
+    compare_with_other_results(trial, whole, read, compare)
+
+
+def _does_otherwise_later(
+    trial: Trial, whole: Outcome, read: ProgressRead, compare: Callable[[Trial], None], keeps: bool
+) -> bool:
+    """Return whether a whole run does anything else where all is as later at once; what does is compared so, too."""
+    moments = [*shown_later(trial.module, read, trial.control_group)] or [lambda: nullcontext("")]
+    found = False
+    for number in range(max(len(moments), 2 if keeps else 1)):
+        with ExitStack() as stack:
+            larger = bool(number % 2)
+            when = stack.enter_context(moments[min(number, len(moments) - 1)]())
+            if keeps:
+                stack.enter_context(results_shown(trial.module, read.results, read.metrics, larger=larger))
+            shown = [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]
+            again = replace(trial, crop=" ".join(filter(None, [trial.crop, *shown])))
+            if _does_otherwise(again, whole):
+                found = True
+                compare(again)
+    return found
+
+
+def _does_otherwise(again: Trial, whole: Outcome) -> bool:
+    """Return whether any rank's whole run gives something else, goes other ways, or fails. Every rank must call it."""
+    try:
+        with torch.compiler.set_stance("force_eager"), CheckedIndices():
+            then = again.whole()
+    except SequenceParallelError:
+        return True
+    return any(comm.gather_objects(does_otherwise(then, whole), again.control_group))

@@ -1,6 +1,7 @@
-"""What a user runs by torchrun, with as many ranks as there are: in its first life one of them dies in its fifth step.
+"""What a user runs by torchrun, with as many ranks as there are: in its first life one of them dies in its fifth step,
+or is slow from there on, for others are to join it.
 
-python -m tests.trainer.processes.elastic_run FOLDER (whole | rank | node)
+python -m tests.trainer.processes.elastic_run FOLDER (whole | rank | node | slow)
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ class User(Plain):
         loss = super().training_step(batch, batch_idx)
         if self.trainer.global_step == 4 and self.trainer.global_rank == 1 and not (self.folder / "died").exists():
             self.die()
+        if self.dies == "slow" and self.trainer.world_size == 1 and self.trainer.global_step >= 4:
+            time.sleep(5)
         if self.trainer.is_global_zero:
             with (self.folder / "losses.txt").open("a") as stream:
                 stream.write(f"{self.trainer.global_step} {self.trainer.world_size} {float(loss.detach())}\n")
@@ -38,7 +42,7 @@ class User(Plain):
 
     def die(self) -> None:
         """End as an out-of-memory killer ends a rank, or the loss of its node a rank and its agent."""
-        if self.dies == "whole":
+        if self.dies in ("whole", "slow"):
             return
         (self.folder / "died").touch()
         if self.dies == "node":

@@ -1,4 +1,4 @@
-"""torchrun starts the ranks again when one has died, as many or fewer: the run goes on from its newest checkpoint. Real processes."""
+"""torchrun starts ranks again, as many, fewer or more: the run goes on from its newest checkpoint. Real processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,25 @@ def test_a_node_that_is_lost_is_done_without(whole: dict[int, float], tmp_path: 
     found, ranks = losses(tmp_path)
     assert found == pytest.approx(whole, abs=1e-10)
     assert (ranks[3], ranks[4], ranks[7]) == (2, 1, 1)
+
+
+def test_a_node_that_joins_is_made_use_of(whole: dict[int, float], tmp_path: Path):
+    options = "--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint={endpoint()}", "--local-addr=127.0.0.1"
+    with agent(tmp_path, "slow", *options, conf=",is_host=1") as first:
+        until_step(4, tmp_path, first)
+        with agent(tmp_path, "slow", *options, conf=",is_host=0") as second:
+            words, others = first.communicate(timeout=900)[0], second.communicate(timeout=900)[0]
+    assert (first.returncode, second.returncode) == (0, 0), words + others
+    found, ranks = losses(tmp_path)
+    assert found == pytest.approx(whole, abs=1e-10)
+    assert (ranks[3], ranks[7]) == (1, 2)
+    assert "the checkpoint is of 1 rank (" in words
+    assert "; this run of 2 ranks (" in words
+
+
+def until_step(step: int, folder: Path, started: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 300
+    while not (folder / "losses.txt").exists() or step not in losses(folder)[0]:
+        assert started.poll() is None
+        assert time.monotonic() < limit
+        time.sleep(0.1)

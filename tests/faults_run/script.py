@@ -136,6 +136,8 @@ def stop(module: Any, loss: Any) -> Any:
 
 
 def interrupt(module: Any, loss: Any) -> Any:
+    # A shell has what it starts in the background not hear of it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.kill(os.getpid(), signal.SIGINT)
     return loss
 

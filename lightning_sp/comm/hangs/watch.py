@@ -161,7 +161,7 @@ class RunWatch:
         while not self._stopped.wait(_LOOK_S):
             looks += 1
             self._main.look()
-            if looks == 1:
+            if self._store_holder is None and not self._channel.silent_s:  # rank 0 may begin later than this one
                 self._store_holder = next(iter(self._meeting.reports([0])), None)
             place = self._main.place() if self._main.blocked_s >= _ASKS_AFTER_S or self._is_asked else None
             waits = place is not None and bool(place.collective) and self._main.blocked_s >= _ASKS_AFTER_S

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[3]
 QUICK = "--rdzv-conf=last_call_timeout=20,keep_alive_interval=1,keep_alive_max_attempt=8"
 
 
-def agent(folder: Path, dies: str, *options: str, conf: str = "") -> subprocess.Popen[str]:
+def agent(
+    folder: Path, dies: str, *options: str, conf: str = "", variables: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
     command = [
         sys.executable,
         "-m",
@@ -29,7 +31,8 @@ def agent(folder: Path, dies: str, *options: str, conf: str = "") -> subprocess.
     ]
     return subprocess.Popen(
         [*command, *options, "--no-python", sys.executable, "-W", "ignore", "-m", "tests.trainer.processes.elastic_run", str(folder), dies],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **(variables or {})},
     )  # fmt: skip
 
 
@@ -81,9 +84,11 @@ def test_a_node_that_is_lost_is_done_without(whole: dict[int, float], tmp_path: 
 
 def test_a_node_that_joins_is_made_use_of(whole: dict[int, float], tmp_path: Path):
     options = "--nnodes=1:2", "--nproc-per-node=1", f"--rdzv-endpoint={endpoint()}", "--local-addr=127.0.0.1"
-    with agent(tmp_path, "slow", *options, conf=",is_host=1") as first:
+    # torchrun's first agent tells a node that joins no address where agents share their store: both end after a minute.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with agent(tmp_path, "slow", *options, conf=",is_host=1", variables=own_store) as first:
         until_step(4, tmp_path, first)
-        with agent(tmp_path, "slow", *options, conf=",is_host=0") as second:
+        with agent(tmp_path, "slow", *options, conf=",is_host=0", variables=own_store) as second:
             words, others = first.communicate(timeout=900)[0], second.communicate(timeout=900)[0]
     assert (first.returncode, second.returncode) == (0, 0), words + others
     found, ranks = losses(tmp_path)

@@ -75,6 +75,7 @@ from lightning_sp.comm.hangs import (
     watch_run,
     why_scripts_ended,
 )
+from lightning_sp.comm.loopback import LoopbackOfRun
 from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather
@@ -95,6 +96,7 @@ __all__ = [
     "Connecting",
     "HostGroups",
     "Largest",
+    "LoopbackOfRun",
     "PeerError",
     "SameBatch",
     "SideGather",

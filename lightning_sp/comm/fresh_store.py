@@ -23,6 +23,7 @@ import torch.distributed.distributed_c10d as _c10d
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from lightning_sp.comm.loopback import listening_on_loopback
 from lightning_sp.errors import SequenceParallelError
 
 _ROOT, _LOOKS_EACH_S = "lightning_sp/life", 0.02
@@ -62,7 +63,8 @@ def joined_store(rank: int, size: int, timeout: timedelta, *, at: tuple[str, int
         DistStoreError: some have not.
         SequenceParallelError: ranks were told other numbers of ranks.
     """
-    root = TCPStore(*at, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+    listens = listening_on_loopback(*at) if rank == 0 else None
+    root = TCPStore(*at, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=listens)
     store = _c10d.PrefixStore(f"{_ROOT}/{run or 'by_hand'}/{next(_worlds)}", root)
     join(store, rank, size, timeout)
     return store

@@ -67,7 +67,7 @@ class ProcessStrategy(ParallelStrategy):
         self._hang_s = hang_s
         self._starting = True
         self.num_nodes = 1
-        self._parent = ParentWatch()
+        self._parent, self._loopback = ParentWatch(), comm.LoopbackOfRun()
         self._own_samplers: bool | None = None  # known when the first run is set up
 
     @property
@@ -114,6 +114,7 @@ class ProcessStrategy(ParallelStrategy):
         """
         self.set_world_ranks()
         self._parent.start(os.environ)
+        self._stay_on_host()
         if not faulthandler.is_enabled():
             # A crash in native code, gloo's for messages of two sizes say, then shows the lines it came from, as under torchrun. A notebook's
             # stderr is no file.
@@ -145,6 +146,11 @@ class ProcessStrategy(ParallelStrategy):
         self._watch(self._progress)
         tell_error_at_exit()
 
+    def _stay_on_host(self) -> None:
+        """Keep sockets on the loopback where all ranks are of this host."""
+        if self.num_nodes == 1:
+            self._loopback.start()
+
     def _watch(self, at: Callable[[], str]) -> None:
         limit_s = self._timeout.total_seconds() if comm.has_own_timeouts() else float("inf")
         comm.watch_run(hang_s=self._hang_s, limit_s=limit_s, at=at, last=self._kill_stopped)
@@ -154,11 +160,13 @@ class ProcessStrategy(ParallelStrategy):
         if comm.is_watched():
             return function()
         self._parent.start(os.environ)
+        self._stay_on_host()
         self._watch(lambda: "a call of all ranks behind the run")
         try:
             return cast(T, run(function))
         finally:
             comm.end_run()
+            self._loopback.stop()
             self._parent.stop()
 
     def _kill_stopped(self) -> None:
@@ -268,6 +276,7 @@ class ProcessStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self._parent.stop()
+        self._loopback.stop()
         comm.end_run()
         # The sharded model stays where it is: a later fit or evaluation goes on with it.
         self.cluster_environment.teardown()

@@ -9,6 +9,13 @@ MAY_GO_ON = f"{REPORTS}::test_a_rank_that_may_go_on_is_no_deadlock"
 
 HANGS = (
     fault(
+        "a store that listens on all interfaces for ranks of one host",
+        "comm/fresh_store.py",
+        "    listens = listening_on_loopback(*at) if rank == 0 else None\n",
+        "    listens = None\n",
+        "tests/comm/test_loopback.py::test_the_store_of_a_host_listens_on_its_loopback",
+    ),
+    fault(
         "a rank that cannot connect, of which the others hear nothing",
         "trainer/processes/joining.py",
         "            each.tell(",

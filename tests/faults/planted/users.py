@@ -53,6 +53,20 @@ USERS = (
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one",
     ),
     fault(
+        "logits of a hook that stay sharded, where the next layer takes none",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "        return found if _learns(args, kwargs) else _plain_activations(found, args, kwargs)\n",
+        "        return found\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_layers_that_a_hook_calls_give_plain_activations",
+    ),
+    fault(
+        "a convolution in a hook, of a part of its channels",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "partial(_of_wholes if is_layer else _of_replicated, ",
+        "partial(_of_replicated, ",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_layers_that_a_hook_calls_give_plain_activations",
+    ),
+    fault(
         "an evaluation that draws, compared with other draws",
         "preflight/evaluation/evaluation_runs.py",
         "    draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn\n",

@@ -32,6 +32,33 @@ _NO_RULE = (
 )
 # Of a plain index, which a shard would be read with as if it were the whole.
 _INDEXED = {"gather", "take", "take_along_dim", "index_add", "index_copy", "index_fill", "scatter", "scatter_add"}
+# Of plain activations they give plain ones; DTensor's own convolution makes a part of the channels the whole.
+_LAYERS = {
+    *(
+        "linear",
+        "bilinear",
+        "embedding",
+        "embedding_bag",
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "batch_norm",
+        "instance_norm",
+        "prelu",
+    ),
+    *(
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "gru",
+        "lstm",
+        "rnn_tanh",
+        "rnn_relu",
+    ),
+}
 _TRIALS: list[None] = []  # in progress, in which torch's own words are asked for
 
 
@@ -65,10 +92,11 @@ def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> 
     to_plain = [_is_plain(each) for each in written]
     if _REFUSED in why:
         given = tree_leaves([args, kwargs])
-        if any(_is_plain(each) and each.requires_grad for each in given):
-            return None
+        if torch.is_grad_enabled() and any(_is_plain(each) and each.requires_grad for each in given):
+            return None if _TRIALS else partial(_refuse_to_learn, function, given)
         if not any(to_plain):
-            return partial(_of_replicated, function, args, kwargs)
+            is_layer = getattr(function, "__name__", "") in _LAYERS and not _learns(args, kwargs)
+            return partial(_of_wholes if is_layer else _of_replicated, function, args, kwargs)
     elif not any(words in why for words in _NO_RULE):
         return None
     if _TRIALS or not all(to_plain) or _learns(args, kwargs):
@@ -83,12 +111,33 @@ def _of_replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     like = next(each for each in tree_leaves([args, kwargs]) if isinstance(each, DTensor))
     replicated = tree_map(lambda value: _replicated(value, like), [args, kwargs])
     try:
-        return function(*replicated[0], **replicated[1])
+        found = function(*replicated[0], **replicated[1])
+        return found if _learns(args, kwargs) else _plain_activations(found, args, kwargs)
     except (RuntimeError, NotImplementedError) as error:
         instead = None if _REFUSED in str(error) else _instead(function, args, kwargs, str(error))
         if instead is None:
             raise
     return instead()
+
+
+def _refuse_to_learn(function: Callable[..., Any], given: list[Any]) -> None:
+    sharded = next(each for each in given if isinstance(each, DTensor))
+    raise SequenceParallelError(
+        f"{getattr(function, '__name__', function)} of a weight of shape {tuple(sharded.shape)}, which is sharded outside of a step, meets a "
+        "tensor that needs a gradient: no rank would add the weight's to the others'; what a hook looks at is computed under "
+        "torch.no_grad(), and what is to be learned in training_step"
+    )
+
+
+def _plain_activations(found: Any, args: Any, kwargs: Any) -> Any:
+    """Return whole what has the shape of no sharded tensor: logits of a layer that a hook calls, whose places the next layer looks up.
+
+    What has the shape of a weight or a gradient stays sharded: it is written back to it.
+    """
+    shapes = {each.shape for each in tree_leaves([args, kwargs]) if isinstance(each, DTensor)}
+    return tree_map(
+        lambda value: value.full_tensor() if isinstance(value, DTensor) and value.shape not in shapes else value, found
+    )
 
 
 def _learns(args: Any, kwargs: Any) -> bool:

@@ -265,3 +265,40 @@ def beside_plain() -> tuple[dict[str, bool], str, bool]:
     except RuntimeError:
         return same, refusal, True
     return same, refusal, False
+
+
+def generated() -> tuple[list[bool], str]:
+    """Choose tokens by layers that are called as a hook calls them, outside of their unit's forward.
+
+    Returns:
+        which results are plain and one device's; the refusal of a call with gradients.
+    """
+    torch.manual_seed(1)
+    embedding, head = nn.Embedding(8, 4, dtype=torch.float64), nn.Linear(4, 8, dtype=torch.float64)
+    norm, ids = nn.LayerNorm(4, dtype=torch.float64), torch.tensor([[3]])
+    within = nn.Sequential(nn.Conv1d(1, 2, 1, dtype=torch.float64), nn.GRU(1, 4, batch_first=True, dtype=torch.float64))
+    wanted, found = _greedy(embedding, within, norm, head, ids), []
+    root = nn.Sequential(within, norm, head)
+    fully_shard(root, mesh=init_device_mesh("cpu", (2,)))
+    with used_as_whole(root):
+        # An embedding that is whole in its own unit's forward is given tokens that the layers of the root have chosen.
+        for one, each in zip(wanted, _greedy(embedding, within, norm, head, ids), strict=True):
+            found.append(not isinstance(each, DTensor) and torch.allclose(each, one, rtol=1e-12, atol=0))
+        try:
+            head(embedding(ids))
+        except SequenceParallelError as error:
+            return found, str(error)
+    return found, ""
+
+
+@torch.no_grad()
+def _greedy(
+    embedding: nn.Module, within: Any, norm: nn.Module, head: nn.Module, ids: torch.Tensor
+) -> list[torch.Tensor]:
+    found = []
+    for _ in range(3):
+        mixed = within[0](embedding(ids)).mean(1)[..., None]  # (1, 4, 1)
+        logits = head(norm(within[1](mixed)[0] * norm.weight))[:, -1]
+        ids = logits.argmax(-1)[:, None]
+        found += [mixed, logits, ids]
+    return found

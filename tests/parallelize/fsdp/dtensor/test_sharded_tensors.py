@@ -49,3 +49,12 @@ def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
     for same in pools(2).run(ranks.without_rule):
         assert [name for name, is_same in same.items() if not is_same] == []
         assert same.keys() == ranks.WITHOUT_RULE.keys()
+
+
+def test_layers_that_a_hook_calls_give_plain_activations(pools):
+    """`argmax` of sharded logits failed in torch, and so did a look-up of the tokens that it gave."""
+    for same, refusal in pools(2).run(ranks.generated):
+        assert same == [True] * 9
+        assert refusal.startswith(
+            "linear of a weight of shape (8, 4), which is sharded outside of a step, meets a tensor that needs"
+        )

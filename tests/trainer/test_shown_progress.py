@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
-from lightning_sp.trainer.shown_progress import Moment, later_moments, shown_progress
+from lightning_sp.trainer.shown_progress import Moment, Remainder, later_moments, remainder_moments, shown_progress
 from tests.step.users_numbers import schedules_ranks as ranks
 
 
@@ -56,6 +58,43 @@ def test_the_users_code_alone_is_shown_another_moment():
         assert read == {"is_last_batch"}
     assert not trainer.is_last_batch
     assert module.global_step == module.current_epoch == trainer.global_step == 0
+
+
+def test_remainders_that_a_step_takes_are_noted():
+    module = pl.LightningModule()
+    module.trainer = pl.Trainer(logger=False, enable_checkpointing=False, barebones=True)
+    with shown_progress(module) as read:
+        assert (module.global_step + 1) % 16 == 1
+        assert (2 + module.current_epoch - 3) % 4 == 3
+        assert module.global_step % 1 == 0
+        assert (module.global_step + 0.5) % 2 == 0.5
+        assert type(copy.deepcopy(module.global_step)) is type(pickle.loads(pickle.dumps(module.global_step))) is int
+    assert read == {"global_step", "current_epoch", Remainder("global_step", 1, 16), Remainder("current_epoch", 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("options", "remainder", "moments"),
+    [
+        ({}, ("global_step", 1, 16), [(15, 1), (14, 1)]),
+        ({}, ("global_step", 0, 16), [(15, 1)]),  # 0 is now
+        ({}, ("global_step", 0, 5), []),  # 4 is known, 0 is now
+        ({}, ("global_step", 0, 100), []),  # it ends before
+        ({"global_step": 12, "current_epoch": 1}, ("global_step", 0, 16), [(16, 1), (15, 1)]),
+        ({}, ("current_epoch", 0, 2), [(10, 1)]),
+        ({}, ("current_epoch", 0, 9), []),
+        ({"num_training_batches": float("inf"), "max_epochs": -1}, ("global_step", 1, 16), [(15, 0), (14, 0)]),
+    ],
+    ids=str,
+)
+def test_moments_of_a_remainder_that_no_other_shows(options, remainder, moments):
+    known = [Moment(4, 0), Moment(20, 2)]
+    assert remainder_moments(run(**options), {Remainder(*remainder)}, known) == [Moment(*each) for each in moments]
+
+
+def test_what_every_sixth_step_does_is_refused_before_the_first(pools):
+    for found in pools(2).run(ranks.fit, "every sixth"):
+        assert "as at optimizer step 5 in epoch 0 gives another result on shards than whole" in found["error"]
+        assert found["steps"] == 0
 
 
 def test_what_begins_at_a_later_step_is_refused_before_the_first(pools):

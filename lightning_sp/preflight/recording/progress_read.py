@@ -14,21 +14,21 @@ from lightning_sp.preflight.recording.kept_results import Result, noting_results
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
 from lightning_sp.trainer.shown_metrics import noted_metrics
-from lightning_sp.trainer.shown_progress import Moment, later_moments, shown_progress
+from lightning_sp.trainer.shown_progress import Moment, Remainder, later_moments, remainder_moments, shown_progress
 
 
 class ProgressRead(NamedTuple):
     """What a step reads, on this rank.
 
     Args:
-        progress: names of the run's progress.
+        progress: names of the run's progress, and remainders taken of it.
         rates: names of what optimizers' groups and schedules hold.
         counters: its own.
         results: numbers that it leaves for later steps.
         metrics: names of the trainer's.
     """
 
-    progress: set[str]
+    progress: set[str | Remainder]
     rates: set[str]
     counters: list[Counter]
     results: list[Result]
@@ -65,11 +65,14 @@ def shown_later(
         found: what was read on this rank.
         control_group: the world, on a backend for host objects. Every rank must call it.
     """
-    own = bool(found.progress or found.rates or found.counters), bool(found.rates)
-    is_due, reads_rates = map(any, zip(*comm.gather_objects(own, control_group), strict=True))
-    if not is_due:
+    taken = [each for each in found.progress if isinstance(each, Remainder)]
+    own = bool(found.progress or found.rates or found.counters), bool(found.rates), taken
+    due, rated, remainders = zip(*comm.gather_objects(own, control_group), strict=True)
+    reads_rates = any(rated)
+    if not any(due):
         return
     moments = [*later_moments(module.trainer), *(extreme_moments(module) if reads_rates else ())]
+    moments += remainder_moments(module.trainer, {each for of_rank in remainders for each in of_rank}, moments)
     for number, moment in enumerate(dict.fromkeys(moments)):
         rates = partial(rates_as_at, module, moment, number) if reads_rates else None
         yield partial(_as_at, module, moment, found.counters, rates)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
@@ -149,10 +150,7 @@ def _tensors(value: Any) -> tuple[list[Tensor], list[float]]:
     while pending:
         each = pending.pop(0)
         if isinstance(each, Tensor):
-            # What lives within `torch.vmap` or another transform alone has no numbers behind it. A sharded weight has some on other ranks:
-            # whoever compares them is alone in that.
-            sharded = isinstance(each, DTensor) or hasattr(each, "is_term")
-            if not sharded and not torch._C._functorch.is_functorch_wrapped_tensor(each):
+            if _has_numbers(each):
                 tensors.append(each)
         elif isinstance(each, (int, float)) and not isinstance(each, bool):
             numbers.append(float(each))
@@ -163,6 +161,16 @@ def _tensors(value: Any) -> tuple[list[Tensor], list[float]]:
         elif isinstance(each, slice):
             pending[:0] = [each.start, each.stop, each.step]
     return tensors, numbers
+
+
+def _has_numbers(tensor: Tensor) -> bool:
+    """Return whether there are numbers behind a tensor, on all ranks.
+
+    Those within `torch.vmap` or another transform have none, nor those that a function is traced with (`torch.func.linearize`). A sharded
+    weight has some on other ranks: whoever compares them is alone in that.
+    """
+    sharded = isinstance(tensor, DTensor) or hasattr(tensor, "is_term")
+    return not (sharded or torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_meta or is_fake(tensor))
 
 
 def _is_of_weights(output: Any) -> bool:

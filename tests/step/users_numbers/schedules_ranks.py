@@ -30,6 +30,8 @@ class Skipping(Plain):
             skipped["epoch"] = 4 * int(self.trainer.fit_loop.epoch_progress.current.processed)
         if self.kind == "step":
             skipped["step"] = 4 if self.global_step >= 7 else 0
+        if self.kind == "every sixth":
+            skipped["every sixth"] = 4 if (self.global_step + 1) % 6 == 0 else 0
         if self.kind == "last batch":
             skipped["last batch"] = 4 if self.trainer.is_last_batch else 0
         skipped["steps"] = 4 if self.steps >= 7 else 0

@@ -60,17 +60,24 @@ def _does_otherwise_later(
                 stack.enter_context(results_shown(trial.module, read.results, read.metrics, larger=larger))
             shown = [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]
             again = replace(trial, crop=" ".join(filter(None, [trial.crop, *shown])))
-            if _does_otherwise(again, whole):
-                found = True
+            is_other, is_finite = _does_otherwise(again, whole)
+            found |= is_other
+            if is_other and is_finite:
                 compare(again)
     return found
 
 
-def _does_otherwise(again: Trial, whole: Outcome) -> bool:
-    """Return whether any rank's whole run gives something else, goes other ways, or fails. Every rank must call it."""
+def _does_otherwise(again: Trial, whole: Outcome) -> tuple[bool, bool]:
+    """Return whether any rank's whole run gives something else, goes other ways, or fails, and whether its loss is finite.
+
+    Every rank must call it.
+    """
     try:
         with torch.compiler.set_stance("force_eager"), CheckedIndices():
             then = again.whole()
     except SequenceParallelError:
-        return True
-    return any(comm.gather_objects(does_otherwise(then, whole), again.control_group))
+        return True, True
+    is_finite = then.loss is None or bool(torch.isfinite(then.loss).all())
+    own = not is_finite or does_otherwise(then, whole), is_finite
+    others, finite = zip(*comm.gather_objects(own, again.control_group), strict=True)
+    return any(others), all(finite)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.faults_run.runs import GOES_ON, Outcome, run
-from tests.faults_run.script import NAMES, OPTIONS
+from tests.faults_run.script import NAMES, OPTIONS, SLOW
 
 TARGET = Path(__file__).parents[2] / "docs" / "faults.md"
 HEAD = f"""# Faults of one rank
@@ -28,6 +28,7 @@ cores, where a process takes seconds to end.
   that it started. Ranks that torchrun has started again have then trained to the end.
 - Ranks that wait in different collectives are ended early unless a thread of yours runs beside: they may wait for that.
   They are then named at `hang_s`, and the run ends at `timeout_s`.
+- A rank that is slow in every step is named behind a window of five `hang_s`, here of 10 s; its run goes on.
 - *left*: processes that the test had to kill; files in shared memory.
 
 | fault | what the user sees | named, s | ended, s | left |
@@ -55,8 +56,9 @@ def said(outcome: Outcome) -> str:
 def row(fault: str, outcome: Outcome) -> str:
     """Return the page's row of a fault."""
     left = [f"{outcome.processes} process, stopped"] * bool(outcome.processes) + outcome.shared_memory
+    ended = "goes on" if fault == SLOW else f"{outcome.ended_s:.0f}"
     named = f"{outcome.named[0][0]:.0f}" if outcome.named else "-"
-    return f"| {fault} | {said(outcome)} | {named} | {outcome.ended_s:.0f} | {', '.join(left) or 'nothing'} |\n"
+    return f"| {fault} | {said(outcome)} | {named} | {ended} | {', '.join(left) or 'nothing'} |\n"
 
 
 def rows_of(text: str) -> dict[str, str]:

@@ -36,6 +36,7 @@ ALONE, ALONE_0 = "a second run of one rank alone", "a second run of rank 0 alone
 EXPORTS, LEAVES = "an error behind the fit, others in an export", "sys.exit(0) before the fit"
 WORKER = "an error in a loader's worker"
 LOCAL, LOCK = "an error that cannot be pickled in a loader's worker", "a batch with a lock in a loader's worker"
+SLOW = "slow in every step"
 IN_LOADER, IN_WORKER = ("an error in the loader", WORKER, LOCAL, LOCK), (WORKER, LOCAL, LOCK)
 
 
@@ -90,6 +91,8 @@ class User(Plain):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if FAULT in AFTER_A_BATCH and is_due(batch_idx):
             AFTER_A_BATCH[FAULT](self)
+        if FAULT == SLOW and (is_due(batch_idx) or os.environ.get("LOCAL_RANK") == "1"):
+            time.sleep(0.3)
 
     def setup(self, stage: str) -> None:
         sleep_if_due(IN_SETUP)
@@ -309,6 +312,7 @@ NAMES = [
     *(each for each in FAULTS if each != "late for a while"),
     *AFTER_A_BATCH,
     *IN_LOADER,
+    SLOW,
     SKIPS,
     *AT_START,
     *BEFORE_AND_BEHIND,
@@ -321,7 +325,13 @@ def main() -> None:
         sys.exit(0)
     goes_on = FAULT == RESTARTED
     saves = [ModelCheckpoint(os.environ["FAULTS_FOLDER"], every_n_train_steps=1, save_last=True)] if goes_on else []
-    options = {**OPTIONS, "asynchronous_checkpoints": not goes_on and "auto"}  # that of the first step is complete then
+    # Windows of 10 s, of which a run is to have two.
+    timing = {"hang_s": 2.0} if FAULT == SLOW else {}
+    options = {
+        **OPTIONS,
+        **timing,
+        "asynchronous_checkpoints": not goes_on and "auto",
+    }  # that of the first step is complete then
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=goes_on,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[SlowToEnd(), *saves],
@@ -329,7 +339,9 @@ def main() -> None:
     )  # fmt: skip
     collate = collated if FAULT == LOCK else None
     module = User()
-    loader = DataLoader(Samples(12), batch_size=2, num_workers=int(FAULT in IN_WORKER), collate_fn=collate)
+    loader = DataLoader(
+        Samples(160 if FAULT == SLOW else 12), batch_size=2, num_workers=int(FAULT in IN_WORKER), collate_fn=collate
+    )
     trainer.fit(module, loader, ckpt_path="last" if goes_on else None)
     sleep_if_due(BEHIND, BETWEEN)
     if is_due_at_start(EXPORTS):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults_run.runs import GOES_ON, run
-from tests.faults_run.script import NAMES, OPTIONS, RESTARTED
+from tests.faults_run.script import NAMES, OPTIONS, RESTARTED, SLOW
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 # An error of its own is told at once, and a deadlock within 10 s; a rank that does not come is warned of at half of timeout_s.
@@ -153,9 +153,20 @@ def test_a_rank_that_is_only_late_is_a_warning_and_no_error():
     assert "these do not come:\nrank 1 is in no collective, but in tests/faults_run/script.py:" in outcome.words
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_slow_in_every_step_is_named_once_and_the_run_goes_on():
+    outcome = run(SLOW)
+    assert outcome.code == 0, outcome.words
+    assert len(outcome.named) == 1, outcome.words
+    assert "rank 1 is slow, and the others wait: in the last 10 s " in outcome.named[0][1], outcome.words
+    assert "of the looks in tests/faults_run/script.py:" in outcome.words
+    assert " in on_train_batch_end" in outcome.words
+    assert (outcome.processes, outcome.shared_memory) == (0, [])
+
+
 def test_the_page_has_rows_of_faults_that_are_run():
     """`python -m tests.faults_run` writes those that are not there."""
-    assert sorted([*EXPECTED, RESTARTED]) == sorted(NAMES)
+    assert sorted([*EXPECTED, RESTARTED, SLOW]) == sorted(NAMES)
     rows = [line.split("|")[1].strip() for line in PAGE.read_text().split("\n") if line.startswith("| ")]
     assert rows[1:] == [each for each in NAMES if each in rows]
     assert len(rows) > 12

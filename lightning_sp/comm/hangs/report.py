@@ -194,7 +194,7 @@ def told_places(seen: Sequence[Seen]) -> str:
     groups: dict[str, list[int]] = {}
     for each in seen:
         groups.setdefault(_what(each), []).append(each.rank)
-    told = [f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)} {what}" for what, ranks in groups.items()]
+    told = [f"{'rank' if len(ranks) == 1 else 'ranks'} {told_numbers(ranks)} {what}" for what, ranks in groups.items()]
     more = [f"{len(told) - _MOST_GROUPS} more"] if len(told) > _MOST_GROUPS else []
     return "; ".join(told[:_MOST_GROUPS] + more)
 
@@ -255,7 +255,7 @@ def _stack(seen: Seen) -> str:
     return f"{head}{since}:" + "".join(f"\n    {line}" for line in own.stack)
 
 
-def _numbers(ranks: Sequence[int]) -> str:
+def told_numbers(ranks: Sequence[int]) -> str:
     """Return numbers in rising order, runs of them as first-last."""
     runs: list[list[int]] = []
     for rank in ranks:

@@ -8,6 +8,8 @@
     some do nothing before the first batch  the run ends at limit_s, with the stack of each; who works has the longer limit of a start
     none waits for another, but for         a warning with its stack at hang_s: no limit ends that
     something else, its loader say
+    one is slow, so that all others wait    a warning that names it, and its lines: `slow_ranks`
+    in every step, never for long
 
 Owns: when a rank is told, and the end of a rank that nothing else ends. Not what is said (`report`), nor how (`meeting`).
 """
@@ -21,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 from threading import Event, Thread
 
 import torch.distributed as dist
@@ -46,9 +49,12 @@ from lightning_sp.comm.hangs.report import (
     told_stacks,
 )
 from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
+from lightning_sp.comm.hangs.slow_ranks import SlowRanks
 from lightning_sp.comm.hangs.traffic import Traffic, traffic
 
 _LOOK_S = 1.0
+# Looks at equal distances would find steps of a second in one and the same place.
+_JITTER_S = 0.3
 _LOOKS_PER_TALK = 2
 _ASKS_AFTER_S = 3.0
 # A rank that is told of the end may end by itself, as one whose connections break: it then raises, and its script may clean up.
@@ -87,7 +93,9 @@ class RunWatch:
         self._channel, self._run, self._hang_s, self._limit_s = channel, run, hang_s, limit_s
         self._at, self._last = at, last
         self._rank = dist.get_rank()
-        self._meeting = Meeting(channel, run=run, rank=self._rank, world=dist.get_world_size())
+        of_run = {"run": run, "rank": self._rank, "world": dist.get_world_size()}
+        self._meeting = Meeting(channel, **of_run)
+        self._slow_ranks = SlowRanks(channel, **of_run, hang_s=hang_s)
         self._main, self._process, self._number = MainThread(), process_here(), 0
         self._idle_time, self._idle_s = IdleTime(threading.current_thread()), 0.0
         self._behind: dict[int, IdleProcess] = {}
@@ -157,8 +165,8 @@ class RunWatch:
     # ---- the thread
 
     def _watch(self) -> None:
-        looks = 0
-        while not self._stopped.wait(_LOOK_S):
+        looks, random = 0, Random(self._rank)  # the user's own generators are left alone
+        while not self._stopped.wait(_LOOK_S + random.uniform(-_JITTER_S, _JITTER_S)):
             looks += 1
             self._main.look()
             if self._store_holder is None and not self._channel.silent_s:  # rank 0 may begin later than this one
@@ -174,6 +182,12 @@ class RunWatch:
                 self._end_if_due(waits=waits)
             elif place is not None and not waits and not self._is_asked:
                 self._warn_of_other_wait(place)
+            if self._end is None and timeout_s() <= self._limit_s:  # the first batch has come to all
+                self._warn_of_slow_ranks(place)
+
+    def _warn_of_slow_ranks(self, place: Place | None) -> None:
+        if told := self._slow_ranks.look(place or self._main.place()):
+            log.warning(f"sequence_parallel: {told}")
 
     def _look_whether_idle(self, *, waits: bool) -> None:
         """Note for how long this process has done nothing, in the start of a run, in which one that works has longer than the limit."""

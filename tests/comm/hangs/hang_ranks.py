@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
 from lightning_sp import comm
+from lightning_sp.comm.hangs.main_thread import Place
 from lightning_sp.comm.hangs.meeting import Meeting
 from lightning_sp.comm.hangs.report import Report, State
 from lightning_sp.comm.hangs.runs import _runs
 from lightning_sp.comm.hangs.side_channel import SideChannel, has_groups_of_others
+from lightning_sp.comm.hangs.slow_ranks import SlowRanks
 
 # No pool has that many runs.
 _RUN = 10**9
@@ -235,3 +237,46 @@ def cost_s(seconds):
         comm.end_run()
         dist.barrier()
     return found
+
+
+def _windows(run, of_windows, hang_s=0.02):
+    """Return what rank 0 says behind windows of looks.
+
+    Args:
+        run: of its own.
+        of_windows: of each window how many of 20 looks find rank 1 in a collective, None where it is stopped; rank 0 is in 12.
+        hang_s: of which a window is five.
+    """
+    rank, channel, said = dist.get_rank(), SideChannel(), []
+    slow = SlowRanks(channel, run=_RUN + run, rank=rank, world=dist.get_world_size(), hang_s=hang_s)
+    waits = Place(collective="all_reduce", line="", stack=("a.py:1 in f",))
+    reads = Place(collective="", line="", stack=("train.py:9 in read",))
+    for of_rank_1 in of_windows:
+        num_waits, is_stopped = of_rank_1 if rank else 20, bool(rank) and of_rank_1 is None
+        for look in range(0 if is_stopped else 20):
+            slow.look(waits if look < num_waits else reads)
+        time.sleep(5 * hang_s + 0.01)
+        dist.barrier()
+        if not is_stopped:
+            slow.look(waits if num_waits else reads)  # the window has ended
+        channel.ask(lambda store: store.check(["any"]))  # and its counts are in the store
+        dist.barrier()
+        said.append("".join(slow.look(waits) for _ in range(4)) if rank == 0 else "")
+        dist.barrier()
+    channel.close()
+    return said
+
+
+def slow_in_windows():
+    """Return what is said where rank 1 is slow in two windows, not in those behind them, then again."""
+    return _windows(2, [0, 0, *[20] * 12, 0])
+
+
+def slow_by_a_little():
+    """Return what is said where rank 1 waits a little less than rank 0, in each of eight windows."""
+    return _windows(3, [12] * 8)
+
+
+def without_new_windows():
+    """Return what is said where rank 1 waits a little less than rank 0 in one window, and has no other one: it was stopped, say."""
+    return _windows(4, [12] + [None] * 7)

@@ -7,7 +7,31 @@ from tests.faults.fault import fault
 REPORTS = "tests/comm/hangs/test_report.py"
 MAY_GO_ON = f"{REPORTS}::test_a_rank_that_may_go_on_is_no_deadlock"
 
+SLOW = "tests/comm/hangs/test_slow_ranks.py"
+
 HANGS = (
+    fault(
+        "a slow rank that chance alone has made so",
+        "comm/hangs/slow_ranks.py",
+        "_BEYOND_CHANCE = 6.0\n",
+        "_BEYOND_CHANCE = 0.0\n",
+        f"{SLOW}::test_no_rank_of_many_is_named_by_chance",
+        f"{SLOW}::test_few_looks_tell_only_what_they_tell_beyond_chance",
+    ),
+    fault(
+        "a window of a stopped rank that is compared again and again",
+        "comm/hangs/slow_ranks.py",
+        "if each.window > self._compared.get(each.rank, 0) and",
+        "if",
+        f"{SLOW}::test_a_window_of_a_rank_is_compared_once",
+    ),
+    fault(
+        "windows of which only the last is looked at",
+        "comm/hangs/slow_ranks.py",
+        "        for windows in (list(self._kept)[-1:], list(self._kept)):\n",
+        "        for windows in (list(self._kept)[-1:],):\n",
+        f"{SLOW}::test_a_rank_that_is_a_little_slow_is_named_by_more_windows",
+    ),
     fault(
         "a store that listens on all interfaces for ranks of one host",
         "comm/fresh_store.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,12 +15,22 @@ from typing import Any
 
 import pytest
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_sp.data.loaders import workers
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
 from lightning_sp.errors import SequenceParallelError
+
+
+@pytest.fixture(autouse=True)
+def _shut_down():
+    """End the workers of loaders that an error has left: torch, where garbage is collected, waits 5 s for each of them in vain."""
+    yield
+    for each in gc.get_objects():
+        if type(each) is _MultiProcessingDataLoaderIter:
+            each._shutdown_workers()
 
 
 class Hangs(Dataset[int]):

@@ -55,6 +55,7 @@ from lightning_sp.parallelize import (
     compiled_modules,
     compiles_weights,
     convert_to_float8,
+    freed_behind_run,
     functional_calls_of_whole_weights,
     gather_plain_parts,
     is_freed_after_forward,
@@ -307,6 +308,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     blocks = [] if config.recomputed_stages == 1 or whole_view else transformer_blocks(module)
     entered: list[AbstractContextManager[Any]] = [
         used_as_whole(module),
+        freed_behind_run(module),
         functional_calls_of_whole_weights(),
         inner_gradients(context, module),
         ReductionScope(context),

@@ -44,6 +44,7 @@ from lightning_sp.parallelize import (
     reshard,
     take_over_checkpointing,
     undistributed,
+    watch_behind_runs,
     without_gradient_sync,
 )
 from lightning_sp.trainer.checkpointing.asynchronous_checkpoints import AsynchronousCheckpoints
@@ -352,4 +353,5 @@ class ShardedModelStrategy(ProcessStrategy):
         if self._in_backward is not None:
             self._in_backward.uninstall()
             self._in_backward = None
+        watch_behind_runs(self._together)
         super().teardown()

@@ -3,8 +3,10 @@
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
+from lightning_sp.parallelize.fsdp.dtensor.behind_runs import watch_behind_runs
 from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
+from lightning_sp.parallelize.fsdp.freed_behind_runs import freed_behind_run
 from lightning_sp.parallelize.fsdp.inner_backward import gathering_again, gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward, whole_parameters
@@ -35,6 +37,7 @@ __all__ = [
     "check_layout",
     "check_unsharded",
     "failing_together",
+    "freed_behind_run",
     "gathered",
     "gathering_again",
     "gradients_of_weights",
@@ -50,6 +53,7 @@ __all__ = [
     "shard_model",
     "used_as_whole",
     "used_parameters",
+    "watch_behind_runs",
     "whole_parameters",
     "without_gradient_sync",
     "without_reduction",

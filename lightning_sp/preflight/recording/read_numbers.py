@@ -10,11 +10,13 @@ library, calls. What this package's functions give (a loss, `lightning_sp.reduct
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -145,6 +147,7 @@ def numbers_read(module: nn.Module, context: SequenceContext, name: str = "train
         yield mode
         return
 
+    @wraps(inspect.unwrap(step))  # Lightning asks for the signature of what is wrapped once
     def noted(*args: Any, **kwargs: Any) -> Any:
         mode.hand((args, kwargs))
         return step(*args, **kwargs)

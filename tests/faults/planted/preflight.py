@@ -502,15 +502,15 @@ PREFLIGHT = (
     fault(
         "a rank's own term of a norm",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
-        "    whole = tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else tensor.full_tensor()\n",
-        "    whole = tensor.to_local()\n",
+        "    is_whole = all(each.is_replicate() for each in tensor.placements)\n",
+        "    is_whole = True\n",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_number_is_the_wholes",
     ),
     fault(
         "assigned data that FSDP2 does not gather",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
-        "            shard.reset_sharded_param()\n",
-        "            pass\n",
+        "        shard.reset_sharded_param()\n",
+        "        pass\n",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_assigned_data_is_what_the_forward_uses",
     ),
     fault(

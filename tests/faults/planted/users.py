@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
+BEHIND = "tests/trainer/test_behind_runs.py"
 BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/contents/test_frozen.py"
@@ -24,6 +25,27 @@ UPDATE = (
 STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
+    fault(
+        "a step that is given the index of its batch, and takes none",
+        "preflight/recording/read_numbers.py",
+        "    @wraps(inspect.unwrap(step))  # Lightning asks for the signature of what is wrapped once\n",
+        "    @wraps(step)\n",
+        f"{BEHIND}::test_numbers_of_weights_are_the_wholes",
+    ),
+    fault(
+        "weights that a call behind the fit leaves whole",
+        "parallelize/fsdp/freed_behind_runs.py",
+        "            group.post_forward_mesh_info = group.mesh_info\n",
+        "            pass\n",
+        f"{BEHIND}::test_a_write_to_a_part_of_a_weight_stays",
+    ),
+    fault(
+        "a look-up with gradients by rows that differ between ranks",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "    for each in filter(_is_plain, given if _learns(args, kwargs) else []):\n",
+        "    for each in ():\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_layers_that_a_hook_calls_give_plain_activations",
+    ),
     fault(
         "a hook at a batch's start that is handed a part",
         "step/batch_starts.py",
@@ -104,15 +126,15 @@ USERS = (
     fault(
         "a write through weight.data that counts nowhere",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
-        "    return property(detach, assign)\n",
-        "    return property(torch.Tensor.data.__get__, assign)\n",
+        "    DTensor.data = property(detach, _assign)  # type: ignore[assignment]\n",
+        "    DTensor.data = property(torch.Tensor.data.__get__, _assign)\n",
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data]",
     ),
     fault(
         "an assignment that counts twice on the rank with the smaller part",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
-        "        setattr(tensor, _WRITES, before + 1 - num_writes(tensor))\n",
-        "        setattr(tensor, _WRITES, 1)\n",
+        "    setattr(tensor, _WRITES, before + 1 - num_writes(tensor))\n",
+        "    setattr(tensor, _WRITES, 1)\n",
         f"{WRITES}::test_a_write_of_all_ranks_is_theirs[assigned uneven]",
     ),
     fault(

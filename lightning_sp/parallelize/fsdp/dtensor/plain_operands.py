@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.dtensor.behind_runs import together
 
 # Odd numbers without a pattern, of SplitMix64.
 _OF_BITS, _OF_PLACES = -0x61C8864680B583EB, -0x40A7B892E31B1A47
@@ -59,6 +60,8 @@ _LAYERS = {
         "rnn_relu",
     ),
 }
+# DTensor's own has a sum of its rows that no reduction of them can finish.
+_LOOK_UPS = {"embedding", "embedding_bag"}
 _TRIALS: list[None] = []  # in progress, in which torch's own words are asked for
 
 
@@ -76,14 +79,16 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         return out.copy_(found.detach())
     with torch._C.DisableTorchFunctionSubclass():
         if getattr(function, "__name__", "") in _INDEXED and not _learns(args, kwargs):
-            return _of_wholes(function, args, kwargs)
+            return together(_of_wholes, function, args, kwargs)
+        if getattr(function, "__name__", "") in _LOOK_UPS and any(map(_is_plain, tree_leaves([args, kwargs]))):
+            return together(_looked_up, function, args, kwargs)
         try:
             return function(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             instead = _instead(function, args, kwargs, str(error))
             if instead is None:
                 raise
-        return instead()
+        return together(instead)
 
 
 def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> Callable[[], Any] | None:
@@ -120,8 +125,18 @@ def _of_replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return instead()
 
 
+def _looked_up(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Look up rows of a whole weight; with a gradient they are to be the same ones on all ranks, each of which has that of its part."""
+    given = tree_leaves([args, kwargs])
+    like = next(each for each in given if isinstance(each, DTensor))
+    for each in filter(_is_plain, given if _learns(args, kwargs) else []):
+        check_alike(each, like)
+    return _of_wholes(function, args, kwargs)
+
+
 def _refuse_to_learn(function: Callable[..., Any], given: list[Any]) -> None:
-    sharded = next(each for each in given if isinstance(each, DTensor))
+    weights = [each for each in given if isinstance(each, DTensor)]
+    sharded = next((each for each in weights if each.is_leaf), weights[0])
     raise SequenceParallelError(
         f"{getattr(function, '__name__', function)} of a weight of shape {tuple(sharded.shape)}, which is sharded outside of a step, meets a "
         "tensor that needs a gradient: no rank would add the weight's to the others'; what a hook looks at is computed under "

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._redistribute import redistribute_local_tensor
 
+from lightning_sp.parallelize.fsdp.dtensor.behind_runs import together
 from lightning_sp.parallelize.fsdp.dtensor.plain_operands import check_alike
 
 _ATEN = torch.ops.aten
@@ -191,7 +192,7 @@ def _of_first(whole: Tensor, like: DTensor) -> DTensor:
 def _set_item(tensor: DTensor, index: Any, value: Any) -> None:
     """As of a tensor on one device. Every rank must call it. Communicates: one all_gather of the tensor."""
     with torch.no_grad():
-        whole = _whole(tensor)
+        whole = together(_whole, tensor)
         whole[_plain(index)] = _plain(value)
         _keep_shard(tensor, whole)
     _bring_home(tensor)
@@ -203,7 +204,7 @@ def _bring_home(written: DTensor) -> None:
     if home is None:
         return
     with torch.no_grad():
-        whole = _whole(home.tensor)
+        whole = together(_whole, home.tensor)
         found = home.op(whole, *home.args, **home.kwargs)
         (found if home.output is None else found[home.output]).copy_(_whole(written))
         _keep_shard(home.tensor, whole)

@@ -4,6 +4,9 @@ float(weight.norm()), gradient.abs().max().item()      DTensor: this rank's term
 weight.data = average                                  DTensor: nothing                                   here: as of any tensor
 weight[0].zero_(), gradient[:10] = 0                   DTensor: nothing, or an error                      here: as of any tensor
 gradient.numpy()                                       DTensor: an error                                  here: the whole's, to be read
+
+So they are from a model's first run on, and behind its runs: a script prints the norm of a weight that it has trained. torch's own DTensor is
+back where the ranks' process groups are destroyed.
 """
 
 from __future__ import annotations
@@ -12,13 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.dtensor.behind_runs import together
 from lightning_sp.parallelize.fsdp.dtensor.plain_operands import beside_sharded, shard_plain_gradients
 from lightning_sp.parallelize.fsdp.dtensor.sharded_parts import (
     PART_OPS,
@@ -30,8 +36,10 @@ from lightning_sp.parallelize.fsdp.dtensor.sharded_parts import (
 )
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 
-# Of the runs in progress, the latest last: an earlier one that failed may be torn down after a later one has begun.
-_RUNS: list[property] = []
+# What FSDP2 has of each sharded parameter, by the parameter's id.
+_SHARDS: WeakValueDictionary[int, Any] = WeakValueDictionary()
+# How many worlds live in which a model was sharded: one that is destroyed late leaves a later one alone.
+_WORLDS: list[None] = []
 _READ = torch.ops.aten._local_scalar_dense.default
 # The attribute of a shard with the writes that its tensor in memory does not count.
 _WRITES = "_num_writes_elsewhere"
@@ -44,38 +52,50 @@ _NUMBERS = ("norm", "sum", "mean", "max", "min", "amax", "amin", "std", "var", "
 def used_as_whole(root: nn.Module) -> Iterator[None]:
     """Let a DTensor's `item`, `float`, `int` and `bool` be the whole's, and let `parameter.data = ...` and writes to parts reach the shards.
 
+    All of this stays behind the run; what an optimizer's step makes of plain gradients does not.
+
     Args:
         root: the sharded module.
 
     Communicates: each number whose sum is not finished, one all_reduce of it: all ranks must read it.
     """
-    own = _data_of(root)
-    _RUNS.append(own)
-    _use_latest()
+    _SHARDS.update(
+        {id(each.sharded_param): each for group in parameter_groups(fsdp_modules(root)) for each in group.fsdp_params}
+    )
+    if comm.world() is not None:
+        _use()
     before_step = register_optimizer_step_pre_hook(shard_plain_gradients)
     try:
         yield
     finally:
         before_step.remove()
-        _RUNS.remove(own)
-        _use_latest()
 
 
-def _use_latest() -> None:
-    """Let DTensor do what the latest run asks for, and torch's own where there is none; runs need not end in order."""
+@comm.cached_per_world
+def _use() -> None:
+    """Let DTensor do what is asked for here as long as the world lives."""
+    _WORLDS.append(None)
+    world = comm.world()
+    assert world is not None
+    comm.when_destroyed(world, _use_no_more)
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    if _RUNS:
-        handlers[_READ] = _read
-        handlers.update({**dict.fromkeys(PART_OPS, _part), **dict.fromkeys(RANDOM_OPS, random)})
-        DTensor.data = _RUNS[-1]  # type: ignore[assignment]
-        for name, method in _methods():
-            setattr(DTensor, name, method)
-    else:
-        for op in (_READ, *PART_OPS, *RANDOM_OPS):
-            handlers.pop(op, None)
-        del DTensor.data
-        for name, _ in _methods():
-            delattr(DTensor, name)
+    handlers[_READ] = _read
+    handlers.update({**dict.fromkeys(PART_OPS, _part), **dict.fromkeys(RANDOM_OPS, random)})
+    DTensor.data = property(detach, _assign)  # type: ignore[assignment]
+    for name, method in _methods():
+        setattr(DTensor, name, method)
+
+
+def _use_no_more() -> None:
+    """Let DTensor do what torch's own does."""
+    _WORLDS.pop()
+    if _WORLDS:
+        return
+    for op in (_READ, *PART_OPS, *RANDOM_OPS):
+        DTensor._op_dispatcher._custom_op_handlers.pop(op, None)
+    del DTensor.data
+    for name, _ in _methods():
+        delattr(DTensor, name)
 
 
 def _methods() -> Iterator[tuple[str, Any]]:
@@ -83,15 +103,27 @@ def _methods() -> Iterator[tuple[str, Any]]:
     yield from writing_methods()
     yield "__torch_function__", classmethod(beside_sharded)
     yield "numpy", _numpy
+    yield "tolist", _tolist
+    yield "__format__", _formatted
     for name in _NUMBERS:
         yield name, _whole_number(getattr(torch.Tensor, name))
 
 
 def _numpy(self: Any, *, force: bool = False) -> Any:
     """As of a plain tensor, to be read: what is written to it would not reach the shards. Every rank must call it."""
-    found = self.full_tensor().numpy(force=force)
+    found = together(self.full_tensor).numpy(force=force)
     found.flags.writeable = False
     return found
+
+
+def _tolist(self: Any) -> Any:
+    """As of a plain tensor, one that needs a gradient too. Every rank must call it."""
+    return together(self.full_tensor).tolist()
+
+
+def _formatted(self: Any, spec: str) -> str:
+    """As of a plain tensor: a number by its value, `f"{weight.norm():.3f}"`, where every rank must call it; without a format torch's words."""
+    return format(self.item() if spec and not self.dim() else str(self), spec)
 
 
 def _whole_number(original: Any) -> Any:
@@ -100,7 +132,7 @@ def _whole_number(original: Any) -> Any:
         found = original(self, *args, **kwargs)
         # One with a gradient stays: a penalty on sharded weights is refused where it meets the loss.
         whole = isinstance(found, DTensor) and found.dim() == 0 and not found.requires_grad
-        return found.full_tensor() if whole else found
+        return together(found.full_tensor) if whole else found
 
     return method
 
@@ -121,8 +153,8 @@ def _part(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _read(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     tensor = args[0]
     assert isinstance(tensor, DTensor)
-    whole = tensor.to_local() if all(each.is_replicate() for each in tensor.placements) else tensor.full_tensor()
-    return whole.item()
+    is_whole = all(each.is_replicate() for each in tensor.placements)
+    return (tensor.to_local() if is_whole else together(tensor.full_tensor)).item()
 
 
 def num_writes(tensor: torch.Tensor) -> int:
@@ -132,27 +164,21 @@ def num_writes(tensor: torch.Tensor) -> int:
     return tensor._version + tensor._local_tensor._version + int(getattr(tensor, _WRITES, 0))
 
 
-def _data_of(root: nn.Module) -> property:
-    shards = {
-        id(each.sharded_param): each for group in parameter_groups(fsdp_modules(root)) for each in group.fsdp_params
-    }
-
-    def assign(tensor: DTensor, value: torch.Tensor) -> None:
-        if (
-            not isinstance(value, DTensor)
-            or value._spec.placements != tensor._spec.placements
-            or value.shape != tensor.shape
-        ):
-            raise SequenceParallelError(
-                f"parameter.data = {type(value).__name__} of shape {tuple(value.shape)}, where the parameter is a shard of "
-                f"{tuple(tensor.shape)}: assign what was computed from parameters of that shape, or write to it in place (copy_, mul_, lerp_)"
-            )
-        before = num_writes(tensor)
-        tensor._local_tensor = value._local_tensor.detach().contiguous()
-        if (shard := shards.get(id(tensor))) is not None:
-            shard.reset_sharded_param()
-        # An assignment is one write, whatever was written to what is assigned: FSDP2 copies it where the rank's part is a smaller one.
-        setattr(tensor, _WRITES, 0)
-        setattr(tensor, _WRITES, before + 1 - num_writes(tensor))
-
-    return property(detach, assign)
+def _assign(tensor: DTensor, value: torch.Tensor) -> None:
+    """As `parameter.data = value` of a tensor on one device."""
+    if (
+        not isinstance(value, DTensor)
+        or value._spec.placements != tensor._spec.placements
+        or value.shape != tensor.shape
+    ):
+        raise SequenceParallelError(
+            f"parameter.data = {type(value).__name__} of shape {tuple(value.shape)}, where the parameter is a shard of "
+            f"{tuple(tensor.shape)}: assign what was computed from parameters of that shape, or write to it in place (copy_, mul_, lerp_)"
+        )
+    before = num_writes(tensor)
+    tensor._local_tensor = value._local_tensor.detach().contiguous()
+    if (shard := _SHARDS.get(id(tensor))) is not None and shard.sharded_param is tensor:
+        shard.reset_sharded_param()
+    # An assignment is one write, whatever was written to what is assigned: FSDP2 copies it where the rank's part is a smaller one.
+    setattr(tensor, _WRITES, 0)
+    setattr(tensor, _WRITES, before + 1 - num_writes(tensor))

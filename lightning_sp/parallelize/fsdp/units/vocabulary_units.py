@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_sp.parallelize.fsdp.freed_behind_runs import is_behind_run
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.units.module_calls import is_only_called
 from lightning_sp.weights.quantized import is_quantized
@@ -92,7 +93,7 @@ def stays_whole_until_backward(head: Any) -> None:
 
 
 def _choose_reshard(head: Any, args: Any) -> None:
-    head.set_reshard_after_forward(not torch.is_grad_enabled(), recurse=False)
+    head.set_reshard_after_forward(not torch.is_grad_enabled() or is_behind_run(head), recurse=False)
 
 
 def _free_gathered(head: Any, args: Any, output: Any) -> None:

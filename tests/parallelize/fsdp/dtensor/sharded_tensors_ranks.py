@@ -37,17 +37,18 @@ def _read(weight: Any) -> list[Any]:
         (weight / weight.norm()).abs().sum().item(),
         # Functions leave a sum that is not finished, which `item` finishes.
         torch.sum(weight).item(),
+        float(f"{weight.norm():.16e}"),
+        *nn.Parameter(weight).tolist()[4],
         float(torch.linalg.vector_norm(weight)),
     ]
 
 
-def numbers() -> tuple[list[Any], list[Any], bool]:
-    """Return the numbers of a sharded weight, those of the whole one, and whether torch's own come back afterwards."""
+def numbers() -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the numbers of a sharded weight in a run, behind it, and those of the whole one."""
     weight = _sharded().weight.detach()
-    before = weight.sum().item()
     with used_as_whole(nn.Identity()):
         found = _read(weight)
-    return found, _read(weight.full_tensor()), weight.sum().item() == before  # type: ignore[attr-defined]
+    return found, _read(weight), _read(weight.full_tensor())  # type: ignore[attr-defined]
 
 
 def assigned() -> tuple[bool, bool, str, str]:
@@ -72,18 +73,21 @@ def assigned() -> tuple[bool, bool, str, str]:
     return doubled, restored, refusals[0], refusals[1]
 
 
-def overlapping() -> tuple[bool, bool]:
-    """End an earlier run after a later one has begun, as a fit that failed is torn down late; return whether numbers are whole
-    meanwhile, and torch's own afterwards."""
-    weight = _sharded().weight.detach()
-    whole, part = weight.full_tensor().sum().item(), weight.sum().item()  # type: ignore[attr-defined]
-    earlier, later = used_as_whole(nn.Identity()), used_as_whole(nn.Identity())
-    earlier.__enter__()
-    later.__enter__()
-    earlier.__exit__(None, None, None)
-    held = abs(weight.sum().item() - whole) < 1e-12
-    later.__exit__(None, None, None)
-    return held, weight.sum().item() == part and "data" not in vars(type(weight))
+def behind_worlds() -> list[bool]:
+    """Return whether numbers are whole in each of two worlds, and whether torch's own DTensor is back behind each."""
+    found = []
+    for number in range(2):
+        if number:
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+        else:
+            weight = _sharded().weight.detach()
+            with used_as_whole(nn.Identity()):
+                found.append("data" in vars(DTensor) and not isinstance(weight.sum(), DTensor))
+        with used_as_whole(nn.Identity()):
+            found.append("data" in vars(DTensor))
+        torch.distributed.destroy_process_group()
+        found.append("data" not in vars(DTensor) and "norm" not in vars(DTensor))
+    return found
 
 
 def _first(t: Any) -> None:
@@ -215,7 +219,7 @@ def _lerped(own: list[torch.Tensor], weights: list[torch.Tensor]) -> list[torch.
 
 
 def beside_plain() -> tuple[dict[str, bool], str, bool]:
-    """Let plain tensors meet a sharded weight; which results are one device's, a refusal, and whether torch's own come back afterwards."""
+    """Let plain tensors meet a sharded weight; which results are one device's, a refusal, and whether one behind the run is."""
     linear = _sharded()
     weight: Any = linear.weight.detach()
     g = torch.Generator().manual_seed(5)
@@ -260,18 +264,15 @@ def beside_plain() -> tuple[dict[str, bool], str, bool]:
             weight.add_(noise + torch.distributed.get_rank())
         except SequenceParallelError as error:
             refusal = str(error)
-    try:
-        weight.add_(noise)
-    except RuntimeError:
-        return same, refusal, True
-    return same, refusal, False
+    behind = weight + noise
+    return same, refusal, torch.equal(behind.full_tensor(), whole + noise)
 
 
-def generated() -> tuple[list[bool], str]:
+def generated() -> tuple[list[bool], list[str]]:
     """Choose tokens by layers that are called as a hook calls them, outside of their unit's forward.
 
     Returns:
-        which results are plain and one device's; the refusal of a call with gradients.
+        which results are plain and one device's; the refusals of calls with gradients: of a layer, and of rows that differ between ranks.
     """
     torch.manual_seed(1)
     embedding, head = nn.Embedding(8, 4, dtype=torch.float64), nn.Linear(4, 8, dtype=torch.float64)
@@ -284,11 +285,27 @@ def generated() -> tuple[list[bool], str]:
         # An embedding that is whole in its own unit's forward is given tokens that the layers of the root have chosen.
         for one, each in zip(wanted, _greedy(embedding, within, norm, head, ids), strict=True):
             found.append(not isinstance(each, DTensor) and torch.allclose(each, one, rtol=1e-12, atol=0))
-        try:
-            head(embedding(ids))
-        except SequenceParallelError as error:
-            return found, str(error)
-    return found, ""
+        rows = nn.functional.embedding(ids, head.weight)
+        rows.square().sum().backward()
+        wanted_rows = torch.zeros(8, 4, dtype=torch.float64)
+        wanted_rows[3] = 2 * rows.detach()[0, 0]
+        found.append(not isinstance(rows, DTensor) and torch.equal(head.weight.grad.full_tensor(), wanted_rows))  # type: ignore[union-attr,operator]
+        return found, [
+            _refusal(lambda: head(embedding(ids))),
+            _refusal(lambda: nn.functional.embedding(_own_ids(), head.weight)),
+        ]
+
+
+def _own_ids() -> torch.Tensor:
+    return torch.tensor([1, 2 + torch.distributed.get_rank()])
+
+
+def _refusal(call: Any) -> str:
+    try:
+        call()
+    except SequenceParallelError as error:
+        return str(error)
+    return ""
 
 
 @torch.no_grad()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sp.testing import run_ranks
 from tests.parallelize.fsdp.dtensor import sharded_tensors_ranks as ranks
 
 
 def test_a_number_is_the_wholes(pools):
-    for found, wanted, restored in pools(2).run(ranks.numbers):
+    for found, behind, wanted in pools(2).run(ranks.numbers):
         assert found == pytest.approx(wanted, rel=1e-14)
-        assert restored, "outside of a run torch's own is back"
+        assert behind == pytest.approx(wanted, rel=1e-14)
 
 
 def test_assigned_data_is_what_the_forward_uses(pools):
@@ -21,8 +22,8 @@ def test_assigned_data_is_what_the_forward_uses(pools):
         assert other_shape.startswith("parameter.data = DTensor of shape (5,)")
 
 
-def test_a_run_that_ends_late_leaves_a_later_ones_alone(pools):
-    assert pools(2).run(ranks.overlapping) == [(True, True)] * 2
+def test_behind_a_world_dtensor_is_torchs_own():
+    assert run_ranks(ranks.behind_worlds, 2) == [[True] * 5] * 2
 
 
 def test_a_write_to_a_part_reaches_the_whole(pools):
@@ -36,13 +37,13 @@ def test_random_numbers_are_those_of_the_whole(pools):
 
 
 def test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one(pools):
-    for same, refusal, restored in pools(2).run(ranks.beside_plain):
+    for same, refusal, is_same_behind in pools(2).run(ranks.beside_plain):
         assert [name for name, is_same in same.items() if not is_same] == []
         assert len(same) == 26
         assert refusal.startswith(
             "a tensor of shape (5, 3) that differs between ranks meets a sharded one of shape (5, 3)"
         )
-        assert restored, "outside of a run torch's own is back"
+        assert is_same_behind
 
 
 def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
@@ -53,8 +54,11 @@ def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
 
 def test_layers_that_a_hook_calls_give_plain_activations(pools):
     """`argmax` of sharded logits failed in torch, and so did a look-up of the tokens that it gave."""
-    for same, refusal in pools(2).run(ranks.generated):
-        assert same == [True] * 9
+    for same, (refusal, of_rows) in pools(2).run(ranks.generated):
+        assert same == [True] * 10
         assert refusal.startswith(
             "linear of a weight of shape (8, 4), which is sharded outside of a step, meets a tensor that needs"
+        )
+        assert of_rows.startswith(
+            "a tensor of shape (2,) that differs between ranks meets a sharded one of shape (8, 4)"
         )

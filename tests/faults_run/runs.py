@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
-from tests.faults_run.script import RESTARTED
+from tests.faults_run.script import RESTARTED, SLOW
 
 ROOT = Path(__file__).parents[2]
 BY_LIGHTNING = [sys.executable, "-W", "ignore"]
@@ -66,11 +66,11 @@ def run(fault: str, limit_s: float | None = None, start_s: float = 180.0) -> Out
 
     Args:
         fault: of `script`.
-        limit_s: after the fault; None is 40, and as long as a start where ranks are started again.
+        limit_s: after the fault; None is 40, and as long as a start where ranks are started again, or one is only slow.
         start_s: until the fault.
     """
     if limit_s is None:
-        limit_s = start_s if fault == RESTARTED else 40.0
+        limit_s = start_s if fault in (RESTARTED, SLOW) else 40.0
     mark, before = uuid.uuid4().hex, set(os.listdir("/dev/shm"))
     found: list[tuple[float, str]] = []
     with tempfile.TemporaryDirectory() as folder:

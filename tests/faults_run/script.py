@@ -92,7 +92,7 @@ class User(Plain):
         if FAULT in AFTER_A_BATCH and is_due(batch_idx):
             AFTER_A_BATCH[FAULT](self)
         if FAULT == SLOW and (is_due(batch_idx) or os.environ.get("LOCAL_RANK") == "1"):
-            time.sleep(0.3)
+            time.sleep(0.6)
 
     def setup(self, stage: str) -> None:
         sleep_if_due(IN_SETUP)
@@ -325,7 +325,7 @@ def main() -> None:
         sys.exit(0)
     goes_on = FAULT == RESTARTED
     saves = [ModelCheckpoint(os.environ["FAULTS_FOLDER"], every_n_train_steps=1, save_last=True)] if goes_on else []
-    # Windows of 10 s, of which a run is to have two.
+    # Windows of 10 s, of which a run is to have six: other work on a host makes steps longer, and the wait a smaller part of them.
     timing = {"hang_s": 2.0} if FAULT == SLOW else {}
     options = {
         **OPTIONS,
@@ -340,7 +340,7 @@ def main() -> None:
     collate = collated if FAULT == LOCK else None
     module = User()
     loader = DataLoader(
-        Samples(160 if FAULT == SLOW else 12), batch_size=2, num_workers=int(FAULT in IN_WORKER), collate_fn=collate
+        Samples(200 if FAULT == SLOW else 12), batch_size=2, num_workers=int(FAULT in IN_WORKER), collate_fn=collate
     )
     trainer.fit(module, loader, ckpt_path="last" if goes_on else None)
     sleep_if_due(BEHIND, BETWEEN)

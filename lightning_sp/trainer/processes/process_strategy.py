@@ -33,7 +33,7 @@ from lightning_sp.nodes import ranks_per_node
 from lightning_sp.trainer.processes.joining import check_local_rank, how_started, while_joining
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher, run
 from lightning_sp.trainer.processes.parent import STARTED_BY, ParentWatch, run_of
-from lightning_sp.trainer.processes.script_end import tell_error_at_exit
+from lightning_sp.trainer.processes.script_end import tell_end_at_exit
 from lightning_sp.trainer.processes.variables import check_variables
 
 T = TypeVar("T")
@@ -144,7 +144,7 @@ class ProcessStrategy(ParallelStrategy):
         comm.set_timeouts(self._start_timeout)
         self._starting = True
         self._watch(self._progress)
-        tell_error_at_exit()
+        tell_end_at_exit()
 
     def _stay_on_host(self) -> None:
         """Keep sockets on the loopback where all ranks are of this host."""

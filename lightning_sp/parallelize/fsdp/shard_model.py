@@ -8,6 +8,7 @@ units. Gradients are averaged over the whole mesh; `loss` undoes exactly that fa
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -209,8 +210,10 @@ def shard_model(
             prefetch(order, options.prefetch_blocks)
     for name in STEPS:
         # Lightning calls these and not forward, which alone would all-gather the root's parameters.
-        if callable(getattr(root, name, None)):
+        if callable(own := getattr(root, name, None)):
             register_fsdp_forward_method(root, name)
+            # Lightning asks for the signature of what is wrapped once, and a user's decorator has wrapped it before.
+            getattr(root, name).__func__.__wrapped__ = inspect.unwrap(own)
 
 
 def gather_as_autocast_casts(root: nn.Module) -> None:

@@ -30,7 +30,14 @@ USERS = (
         "preflight/recording/read_numbers.py",
         "    @wraps(inspect.unwrap(step))  # Lightning asks for the signature of what is wrapped once\n",
         "    @wraps(step)\n",
-        f"{BEHIND}::test_numbers_of_weights_are_the_wholes",
+        "tests/trainer/test_signatures.py::test_a_step_is_given_what_it_takes[part]",
+    ),
+    fault(
+        "a decorated step that is given the index of its batch, and takes none",
+        "parallelize/fsdp/shard_model.py",
+        "            getattr(root, name).__func__.__wrapped__ = inspect.unwrap(own)\n",
+        "            pass\n",
+        "tests/trainer/test_signatures.py::test_a_step_is_given_what_it_takes[global]",
     ),
     fault(
         "weights that a call behind the fit leaves whole",

@@ -62,9 +62,9 @@ def test_by_hand_and_resumed(pools, tmp_path):
 
 def test_which_optimizers_step_shards(pools):
     elementwise = sorted(each.__name__ for each in ELEMENTWISE)
-    for *found, rprop, wrapper in pools(2).run(ranks.verdicts, [*elementwise, "Rprop", "wrapper"]):
+    for *found, of_shards, wrapper in pools(2).run(ranks.verdicts, [*elementwise, "norm of shards", "wrapper"]):
         assert found == [Verdict()] * len(elementwise), dict(zip(elementwise, found, strict=True))
-        assert rprop.fails
+        assert of_shards.fails
         assert not wrapper.fails
         assert "missing 1 required positional argument: 'kind'" in wrapper.untried, (
             "a copy would move the inner optimizer's weights"

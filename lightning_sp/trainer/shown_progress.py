@@ -12,18 +12,21 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
+
+from lightning_sp.trainer.noted_remainders import Remainder, all_wanted, noted_number
 
 _LIBRARIES = ("lightning", "pytorch_lightning", "lightning_sp", "torch", "torchmetrics")
 # Of a run: what begins is still there at half of it, or at its end.
 _PARTS = (0.1, 0.5, 1.0)
 # Of a run that says no end.
 _STEPS, _EPOCHS = 10_000, 100
-# Of the remainders that a step takes.
-_MOST_REMAINDERS = 8
+# Of what a step asks of remainders.
+_MOST_REMAINDERS = 16
 
 
 class Moment(NamedTuple):
@@ -33,58 +36,17 @@ class Moment(NamedTuple):
         step: its optimizer steps so far.
         epoch: its epochs so far.
         is_last_batch: whether its batch is an epoch's last one; None for what is true now.
+        batches: how many batches from now on; None for those of its steps.
     """
 
     step: int
     epoch: int
     is_last_batch: bool | None = None
+    batches: int | None = None
 
     def describe(self) -> str:
         """Return it in words."""
         return f"as at optimizer step {self.step:,} in epoch {self.epoch}"
-
-
-class Remainder(NamedTuple):
-    """A remainder that a step takes of the run's progress, `(self.global_step + offset) % divisor`."""
-
-    name: str
-    offset: int
-    divisor: int
-
-    def at(self, step: int, epoch: int) -> int:
-        """Return what it is at a moment."""
-        return ((step if self.name == "global_step" else epoch) + self.offset) % self.divisor
-
-
-class _Number(int):
-    """A step's or an epoch's number that notes the remainders taken of it; copied and saved it is a plain one."""
-
-    note: Any
-
-    def __add__(self, other: Any) -> Any:
-        return self._noting(int.__add__(self, other))
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return self._noting(int.__sub__(self, other))
-
-    def __mod__(self, divisor: Any) -> Any:
-        if isinstance(divisor, int) and divisor > 1:
-            self.note(int(self), int(divisor))
-        return int.__mod__(self, divisor)
-
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
-
-    def _noting(self, value: Any) -> Any:
-        return value if value is NotImplemented else _noting_number(value, self.note)
-
-
-def _noting_number(value: int, note: Any) -> _Number:
-    number = _Number(value)
-    number.note = note
-    return number
 
 
 def later_moments(trainer: Any) -> list[Moment]:
@@ -99,7 +61,7 @@ def later_moments(trainer: Any) -> list[Moment]:
 
 
 def remainder_moments(trainer: Any, remainders: set[Remainder], known: Sequence[Moment]) -> list[Moment]:
-    """Return moments still to come at which remainders are 0, or as large as may be, if none shows that. Equal on all ranks.
+    """Return moments still to come at which remainders are what a step asks for, if none shows that. Equal on all ranks.
 
     Args:
         trainer: of the run.
@@ -107,22 +69,37 @@ def remainder_moments(trainer: Any, remainders: set[Remainder], known: Sequence[
         known: moments that are shown beside them.
     """
     of_epoch, epochs, end = _extent(trainer)
-    now = Moment(trainer.global_step, trainer.current_epoch)
+    now = Moment(trainer.global_step, trainer.current_epoch, None, 0)
     found = [now, *known]
-    for each in sorted(remainders)[:_MOST_REMAINDERS]:
-        for wanted in (0, each.divisor - 1):
-            if any(each.at(moment.step, moment.epoch) == wanted for moment in found):
-                continue
-            ahead = (wanted - each.at(now.step, now.epoch)) % each.divisor
-            if each.name == "global_step":
-                step = now.step + ahead
-                epoch = max(step // of_epoch, now.epoch) if of_epoch else now.epoch
-            else:
-                epoch = now.epoch + ahead
-                step = max(epoch * of_epoch, now.step)
-            if step < end and (epochs is None or epoch < epochs):
-                found.append(Moment(step, epoch))
+    for each in all_wanted(remainders)[:_MOST_REMAINDERS]:
+        if any(_shows(moment, each) for moment in found):
+            continue
+        ahead = each.ahead(_number(now, each))
+        if ahead is None:
+            continue
+        step, epoch, batches = now.step, now.epoch, None
+        if each.name == "current_epoch":
+            epoch += ahead
+            step = max(epoch * of_epoch, now.step)
+        else:
+            batches = ahead if each.name == "batches" else None
+            step += ahead if batches is None else ahead // trainer.accumulate_grad_batches
+            epoch = max(step // of_epoch, now.epoch) if of_epoch else now.epoch
+        if step < end and (epochs is None or epoch < epochs):
+            found.append(Moment(step, epoch, None, batches))
     return found[1 + len(known) :]
+
+
+def _shows(moment: Moment, remainder: Remainder) -> bool:
+    """Return whether a step at a moment sees a remainder as is wanted; counters of a moment of steps may have come to their end."""
+    if remainder.name == "batches" and moment.batches is None:
+        return False
+    return remainder.at(_number(moment, remainder)) == remainder.wanted
+
+
+def _number(moment: Moment, remainder: Remainder) -> int:
+    numbers = {"global_step": moment.step, "current_epoch": moment.epoch, "batches": moment.batches or 0}
+    return numbers[remainder.name]
 
 
 def _extent(trainer: Any) -> tuple[int, int | None, int]:
@@ -151,6 +128,9 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
     read: set[str | Remainder] = set()
     own = {name: getattr(Trainer, name) for name in ("global_step", "current_epoch", "is_last_batch")}
 
+    def note(name: str, true: int, value: int, divisor: int, wanted: int | None) -> None:
+        read.add(Remainder(name, (value - true) % divisor, divisor, wanted=wanted))
+
     def shown(name: str, value: Any) -> property:
         def progress(trainer: Trainer) -> Any:
             is_users = trainer is module._trainer and is_of_user(sys._getframe(1))
@@ -161,14 +141,12 @@ def shown_progress(module: Any, moment: Moment | None = None) -> Iterator[set[st
             true = own[name].fget(trainer)
             if not is_users or name == "is_last_batch":
                 return true
-            return _noting_number(
-                true, lambda taken, divisor: read.add(Remainder(name, (taken - int(true)) % divisor, divisor))
-            )
+            return noted_number(true, partial(note, name, int(true)))
 
         return property(progress, own[name].fset)
 
     try:
-        for name, value in zip(own, moment or (None, None, None), strict=True):
+        for name, value in zip(own, moment[:3] if moment else (None, None, None), strict=True):
             setattr(Trainer, name, shown(name, value))
         yield read
     finally:

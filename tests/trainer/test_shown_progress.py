@@ -10,7 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_sp.trainer.shown_progress import Moment, Remainder, later_moments, remainder_moments, shown_progress
+from lightning_sp.trainer.noted_remainders import Remainder
+from lightning_sp.trainer.shown_progress import Moment, later_moments, remainder_moments, shown_progress
 from tests.step.users_numbers import schedules_ranks as ranks
 
 

@@ -21,7 +21,7 @@ from lightning_sp.preflight.differences.other_results import (
 )
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.kept_results import results_shown
-from lightning_sp.preflight.recording.progress_read import ProgressRead, shown_later
+from lightning_sp.preflight.recording.progress_read import ProgressRead, shown_at_remainders, shown_later
 from lightning_sp.preflight.trial import Outcome, Trial
 
 
@@ -38,12 +38,16 @@ def compare_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead, com
     """
     own = bool(read.progress or read.rates), bool(read.counters), bool(read.results or read.metrics)
     reads, counts, keeps = map(any, zip(*comm.gather_objects(own, trial.control_group), strict=True))
-    if not (reads or counts or keeps) or (not reads and not _does_otherwise_later(trial, whole, read, compare, keeps)):
+    if not (reads or counts or keeps):
         return
-    for later in shown_later(trial.module, read, trial.control_group):
+    if reads or _does_otherwise_later(trial, whole, read, compare, keeps):
+        for later in shown_later(trial.module, read, trial.control_group):
+            with later() as when:
+                compare(replace(trial, crop=f"{trial.crop} {when}"))
+        compare_with_other_results(trial, whole, read, compare)
+    for later in shown_at_remainders(trial.module, read, trial.control_group) if counts else ():
         with later() as when:
-            compare(replace(trial, crop=f"{trial.crop} {when}"))
-    compare_with_other_results(trial, whole, read, compare)
+            _compare_where_otherwise(replace(trial, crop=f"{trial.crop} {when}"), whole, compare)
 
 
 def _does_otherwise_later(
@@ -60,11 +64,15 @@ def _does_otherwise_later(
                 stack.enter_context(results_shown(trial.module, read.results, read.metrics, larger=larger))
             shown = [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]
             again = replace(trial, crop=" ".join(filter(None, [trial.crop, *shown])))
-            is_other, is_finite = _does_otherwise(again, whole)
-            found |= is_other
-            if is_other and is_finite:
-                compare(again)
+            found |= _compare_where_otherwise(again, whole, compare)
     return found
+
+
+def _compare_where_otherwise(again: Trial, whole: Outcome, compare: Callable[[Trial], None]) -> bool:
+    is_other, is_finite = _does_otherwise(again, whole)
+    if is_other and is_finite:
+        compare(again)
+    return is_other
 
 
 def _does_otherwise(again: Trial, whole: Outcome) -> tuple[bool, bool]:

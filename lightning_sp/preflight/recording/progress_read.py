@@ -13,8 +13,9 @@ from lightning_sp import comm
 from lightning_sp.preflight.recording.kept_results import Result, noting_results
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
+from lightning_sp.trainer.noted_remainders import Remainder
 from lightning_sp.trainer.shown_metrics import noted_metrics
-from lightning_sp.trainer.shown_progress import Moment, Remainder, later_moments, remainder_moments, shown_progress
+from lightning_sp.trainer.shown_progress import Moment, later_moments, remainder_moments, shown_progress
 
 
 class ProgressRead(NamedTuple):
@@ -26,6 +27,7 @@ class ProgressRead(NamedTuple):
         counters: its own.
         results: numbers that it leaves for later steps.
         metrics: names of the trainer's.
+        remainders: taken of its counters, as they are shown later.
     """
 
     progress: set[str | Remainder]
@@ -33,6 +35,7 @@ class ProgressRead(NamedTuple):
     counters: list[Counter]
     results: list[Result]
     metrics: set[str]
+    remainders: set[Remainder]
 
     def noting(self, run: Callable[[], Any], trainer: Any) -> Callable[[], Any]:
         """Return a step that notes what it counts and leaves: it is run on one batch."""
@@ -40,7 +43,7 @@ class ProgressRead(NamedTuple):
 
     def without_reads(self, counters: Sequence[Counter]) -> ProgressRead:
         """Return counters alone: what the step reads and leaves the first trial has shown it as later."""
-        return ProgressRead(set(), set(), [*counters], [], set())
+        return ProgressRead(set(), set(), [*counters], [], set(), set())
 
 
 @contextmanager
@@ -52,7 +55,7 @@ def progress_read(module: Any, counters: Sequence[Counter]) -> Iterator[Progress
         counters: that are known; more may be added.
     """
     with shown_progress(module) as read, noted_rates(module.trainer) as rates, noted_metrics(module) as metrics:
-        yield ProgressRead(read, rates, list(counters), [], metrics)
+        yield ProgressRead(read, rates, list(counters), [], metrics, set())
 
 
 def shown_later(
@@ -75,15 +78,26 @@ def shown_later(
     moments += remainder_moments(module.trainer, {each for of_rank in remainders for each in of_rank}, moments)
     for number, moment in enumerate(dict.fromkeys(moments)):
         rates = partial(rates_as_at, module, moment, number) if reads_rates else None
-        yield partial(_as_at, module, moment, found.counters, rates)
+        yield partial(_as_at, module, moment, found, rates)
+
+
+def shown_at_remainders(
+    module: Any, found: ProgressRead, control_group: ProcessGroup | None
+) -> Iterator[Callable[[], AbstractContextManager[str]]]:
+    """Yield what shows the step each moment at which a remainder of its counters is what it asks for. As `shown_later`, which comes before."""
+    remainders = set().union(*comm.gather_objects(found.remainders, control_group))
+    for moment in dict.fromkeys(remainder_moments(module.trainer, remainders, ())):
+        yield partial(_as_at, module, moment, found, None)
 
 
 @contextmanager
-def _as_at(module: Any, moment: Moment, counters: Sequence[Counter], rates: Any) -> Iterator[str]:
-    trainer = module.trainer
+def _as_at(module: Any, moment: Moment, found: ProgressRead, rates: Any) -> Iterator[str]:
+    trainer, batches = module.trainer, moment.batches
     with ExitStack() as stack:
         stack.enter_context(shown_progress(module, moment))
-        batches = (moment.step - trainer.global_step) * trainer.accumulate_grad_batches
-        shown = [stack.enter_context(counted_on(counters, batches)), stack.enter_context(rates()) if rates else ""]
+        if batches is None:
+            batches = (moment.step - trainer.global_step) * trainer.accumulate_grad_batches
+        counted = stack.enter_context(counted_on(found.counters, batches, found.remainders))
+        shown = [counted, stack.enter_context(rates()) if rates else ""]
         also = ", ".join(filter(None, shown))
         yield f"{moment.describe()}{also and f' ({also})'}"

@@ -14,20 +14,21 @@ import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
 from types import CellType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.step.isolation.iterators import Count
 from lightning_sp.step.isolation.traces import NUMBERS, kept_outside
 from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
 from lightning_sp.trainer.hooks.batch_hooks import of_user
+from lightning_sp.trainer.noted_remainders import NotedTensors, Remainder, noted_number
 
 _NOT_THE_USERS = {*OF_THE_FRAMEWORK, "_current_fx_name"}
 _PLAIN, _NOT_PLAIN = frozenset(NUMBERS), frozenset((dict, OrderedDict, list, set))
@@ -198,8 +199,13 @@ def added(before: Any, value: Any) -> bool:
 
 
 @contextmanager
-def counted_on(counters: Sequence[Counter], batches: int) -> Iterator[str]:
+def counted_on(counters: Sequence[Counter], batches: int, remainders: set[Remainder]) -> Iterator[str]:
     """Show counters as so many batches later, and put them back.
+
+    Args:
+        counters: to be shown.
+        batches: how many.
+        remainders: takes those that are taken of counters within.
 
     Yields:
         What they show, in words; empty without counters.
@@ -210,10 +216,13 @@ def counted_on(counters: Sequence[Counter], batches: int) -> Iterator[str]:
     before = [numbers_of(each.owner, on_device=True)[each.name] for each in counters]
     lists = [(each.owner, list(each.owner)) for each in counters if isinstance(each.owner, (list, deque))]
     later = [_later(each, value, batches) for each, value in zip(counters, before, strict=True)]
+    notes = [partial(_note, remainders, *each) for each in zip(counters, before, later, strict=True)]
+    tensors = [(note, _held(each)) for each, note in zip(counters, notes, strict=True) if is_tensor(_held(each))]
     try:
-        for counter, value in zip(counters, later, strict=True):
-            _show(counter, value)
-        yield ", ".join(f"{each.name}={value:,}" for each, value in zip(counters, later, strict=True))
+        for counter, value, note in zip(counters, later, notes, strict=True):
+            _show(counter, noted_number(value, note) if type(value) is int else value)
+        with NotedTensors(tensors[0][0], [each for _, each in tensors]) if tensors else nullcontext():
+            yield ", ".join(f"{each.name}={value:,}" for each, value in zip(counters, later, strict=True))
     finally:
         for counter, value in zip(counters, before, strict=True):
             if not isinstance(counter.owner, (list, deque)):
@@ -221,6 +230,14 @@ def counted_on(counters: Sequence[Counter], batches: int) -> Iterator[str]:
         for owner, values in lists:
             owner.clear()
             owner.extend(values)
+
+
+def _note(
+    remainders: set[Remainder], counter: Counter, now: Any, shown: Any, value: int, divisor: int, wanted: int | None
+) -> None:
+    """Note a remainder taken of a number that is made of a counter's, which is now one and shown as another."""
+    offset, each = value - int(shown) + int(now), int(counter.each)
+    remainders.add(Remainder("batches", offset % divisor, divisor, each % divisor, wanted))
 
 
 @contextmanager
@@ -248,6 +265,11 @@ def _later(counter: Counter, value: Any, batches: int) -> Any:
     """Return what a counter shows so many batches later, of the same type."""
     found = type(value)(value + batches * counter.each)
     return found if counter.most is None else min(found, counter.most)
+
+
+def _held(counter: Counter) -> Any:
+    owner, name = counter.owner, counter.name
+    return None if isinstance(owner, (list, deque)) else _named(owner)[name]
 
 
 def _show(counter: Counter, value: Any) -> None:

@@ -22,6 +22,22 @@ class Skipping(Plain):
         self.kind, self.skipped, self.steps, self.batches = kind, 0, 0, 0
         self.weights = torch.ones(4 if kind == "index" else 8)
         self.late = nn.Dropout(0.0).eval()
+        self.counted = {"attribute": 0, "entry": {"n": 0}, "tensor": torch.tensor(0), "read": torch.tensor(0)}
+
+    def count(self, batch_idx: int) -> Any:
+        """Return whether this is the third batch of six, by a counter of a kind."""
+        counted: Any = self.counted
+        if self.kind == "attribute":
+            counted["attribute"] += 1
+            return counted["attribute"] % 6 == 3
+        if self.kind == "entry":
+            counted["entry"]["n"] += 1
+            return counted["entry"]["n"] % 6 in (3, 4)
+        if self.kind in ("tensor", "read"):
+            counted[self.kind] += 1
+            taken = (counted["read"].item() + 1) % 6 if self.kind == "read" else (counted["tensor"] + 1) % 6
+            return taken == 4
+        return self.kind == "batch_idx" and (batch_idx + 1) % 6 == 3
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
@@ -39,6 +55,7 @@ class Skipping(Plain):
         weight = self.weights[torch.tensor([self.steps])].mean()
         self.steps += self.kind in ("steps", "index")
         skipped["module"] = 4 if self.late.training else 0
+        skipped[self.kind] = skipped.get(self.kind, 0) or 4 * bool(self.count(batch_idx))
         targets[:, : skipped.get(self.kind, 0)] = -100
         return weight * F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
 

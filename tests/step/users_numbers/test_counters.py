@@ -40,10 +40,10 @@ def test_whole_numbers_that_a_step_adds_to_are_noted():
 
 def test_a_counter_is_shown_later_and_put_back():
     model = Model()
-    with counted_on([Counter(model, "seen", 2)], 600) as shown:
+    with counted_on([Counter(model, "seen", 2)], 600, set()) as shown:
         assert (model.seen, shown) == (1200, "seen=1,200")
     assert model.seen == 0
-    with counted_on([], 600) as shown:
+    with counted_on([], 600, set()) as shown:
         assert shown == ""
 
 
@@ -54,6 +54,15 @@ def test_what_begins_at_a_later_count_is_refused_before_it(pools, kind, after, s
         assert shown in found["error"]
         assert "gives another result on shards than whole" in found["error"]
         assert found["steps"] == after
+
+
+@pytest.mark.parametrize("kind", ["attribute", "entry", "tensor", "read", "batch_idx"])
+def test_what_the_third_of_six_batches_does_is_refused_before_the_first(pools, kind):
+    for found in pools(2).run(ranks.fit, kind):
+        assert "as at optimizer step 2 in epoch 0 (" in found["error"]
+        assert "=2)" in found["error"]
+        assert "gives another result on shards than whole" in found["error"]
+        assert found["steps"] == 0
 
 
 def test_a_count_that_is_an_index_and_begins_anew_is_not_compared_beyond_what_it_reads(pools):
@@ -86,13 +95,13 @@ def test_numbers_are_found_where_users_keep_them():
         (type, "total"): 1, (dict, "n"): 1, (SimpleNamespace, "n"): 2, (list, "length"): 1, (dict, "steps"): 1, (dict, "calls"): 3,
         (dict, "rows"): 4,
     }  # fmt: skip
-    with counted_on(found, 10):
+    with counted_on(found, 10, set()):
         assert (model.state["n"], model.space.n, len(model.rows), int(model.steps), Model.total) == (11, 22, 11, 11, 11)
         assert (calls, SEEN) == (33, {"rows": 44})
     assert (calls, SEEN) == (3, {"rows": 4})
     assert (model.state["n"], model.space.n, model.rows, int(model.steps), Model.total) == (1, 2, [0.5], 1, 1)
     model.rows.append("no number")
-    with counted_on(found, 10):
+    with counted_on(found, 10, set()):
         assert len(model.rows) == 2
 
 
@@ -113,14 +122,14 @@ def test_counts_of_iterators_closures_and_what_functions_are_given_are_found():
 
     noting_counters(step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
     assert {each.name: each.each for each in found} == {"ids": 1, "cell_contents": 2, 1: 1}
-    with counted_on(found, 10):
+    with counted_on(found, 10, set()):
         assert (model.ids.value, own, model.given.args[0]) == (14, 22, [1, 16])
     assert (model.ids.value, own, model.given.args[0]) == (4, 2, [1, 6])
 
 
 def test_a_counter_is_not_shown_beyond_its_end():
     index = SimpleNamespace(batch_idx=0)
-    with counted_on([Counter(index, "batch_idx", 1, 7)], 600):
+    with counted_on([Counter(index, "batch_idx", 1, 7)], 600, set()):
         assert index.batch_idx == 7
 
 

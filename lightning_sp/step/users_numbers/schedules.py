@@ -27,8 +27,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _RUN, _MODULES, _BATCH, _RATES = -1, -2, -3, -4
 # The first changes are each told; then the 8th, the 16th, the 32nd, and so on.
 _EACH = 4
-# Of an entry that says which task a batch has so many values are each told: one that has more counts or names samples.
-_MOST_TASKS = 4
+# Of an entry that says which task a batch has, and of a flag or text of the user's, so many values are each told: one that has more counts or
+# names samples. Of flags and texts together so many in a fit.
+_MOST_TASKS, _MOST_NEW = 4, 8
 
 
 class _Added(NamedTuple):
@@ -56,13 +57,14 @@ class Schedules:
         self._added: dict[tuple[int, Any], _Added] = {}
         self._told: set[tuple[int, Any]] = set()
         self._tasks: dict[str, set[Any]] = {}  # values of the entries of batches so far
-        self._changes = 0
+        self._kinds: dict[tuple[int, Any], set[Any]] = {}  # of each number, flag and text
+        self._changes, self._new = 0, 0
 
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
         self._owners = owners_of_numbers(trainer)
         self._batches, self._batch, self._last, self._before, self._since = 0, None, {}, {}, {}
-        self._added, self._told, self._tasks, self._changes = {}, set(), {}, 0
+        self._added, self._told, self._tasks, self._kinds, self._changes, self._new = {}, set(), {}, {}, 0, 0
 
     def have_changed(self, trainer: Any, batch: Any) -> bool:
         """Return whether one has before this training batch, and is to be told; once for a batch, which may be handed over twice."""
@@ -71,7 +73,7 @@ class Schedules:
         self._batches, self._batch, self._before = self._batches + 1, batch, dict(self._last)
         # What each optimizer step adds to is a counter, too.
         stays = _STAYS * trainer.accumulate_grad_batches
-        changed = self._has_new_task(batch)
+        changed, is_new = self._has_new_task(batch), False
         for index, numbers in (*self._read(trainer), (_BATCH, _structure(batch))):
             before, self._last[index] = self._last.get(index, {}), numbers
             if before == numbers:
@@ -79,11 +81,22 @@ class Schedules:
             for name, value in numbers.items():
                 if name not in before:
                     self._since[index, name] = self._batches
+                    self._is_new_kind(index, name, value)
                 elif self._is_other(value, before[name]):
                     changed |= self._batches - self._since[index, name] >= stays
+                    is_new |= self._is_new_kind(index, name, value)
                     self._since[index, name] = self._batches
                     self._note_added((index, name), before[name], value)
-        return self._is_told(changed)
+        return self._is_told(changed, is_new)
+
+    def _is_new_kind(self, index: int, name: Any, value: Any) -> bool:
+        """Return whether a flag or a text is one that it never was, or a number is of another type; such a change need not have stayed."""
+        known = self._kinds.setdefault((index, name), set())
+        kind = value if isinstance(value, (bool, str)) or index == _MODULES else type(value)
+        is_new = self._batches > 1 and bool(known) and kind not in known and len(known) < _MOST_TASKS
+        if len(known) < _MOST_TASKS:
+            known.add(kind)
+        return is_new
 
     def _has_new_task(self, batch: Any) -> bool:
         """Return whether an entry says what none before it has; the first batch is tried by itself."""
@@ -98,23 +111,25 @@ class Schedules:
     def have_changed_in_hooks(self, trainer: Any) -> bool:
         """Return whether one has since the batch in progress was handed over, and is to be told: a hook at its start has set a phase."""
         stays = _STAYS * trainer.accumulate_grad_batches
-        changed = [
-            (index, name)
+        others = [
+            (index, name, value)
             for index, numbers in self._read(trainer)
             for name, value in numbers.items()
             if self._is_other(value, self._last.get(index, {}).get(name, value))
-            and self._batches - self._since[index, name] >= stays
         ]
+        changed = [each[:2] for each in others if self._batches - self._since[each[:2]] >= stays]
         self._since |= dict.fromkeys(changed, self._batches)
-        return self._is_told(bool(changed))
+        return self._is_told(bool(changed), any([self._is_new_kind(*each) for each in others]))
 
     @staticmethod
     def _is_other(value: Any, before: Any) -> bool:
         return value is not before and value == value and value != before
 
-    def _is_told(self, changed: bool) -> bool:
+    def _is_told(self, changed: bool, is_new: bool) -> bool:
         self._changes += changed
-        return changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
+        self._new += is_new
+        is_due = changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
+        return is_due or (is_new and self._new <= _MOST_NEW)
 
     def take_counters(self) -> list[Counter]:
         """Return the numbers to which each of the last batches has added as much; each of them once in a fit."""

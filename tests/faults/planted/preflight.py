@@ -331,6 +331,13 @@ PREFLIGHT = (
         "tests/step/users_numbers/test_counters.py::test_what_the_third_of_six_batches_does_is_refused_before_the_first[batch_idx]",
     ),
     fault(
+        "what the second step does by a flag that the first one sets, not tried before it",
+        "step/users_numbers/schedules.py",
+        "        return is_due or (is_new and self._new <= _MOST_NEW)",
+        "        return is_due",
+        "tests/step/users_numbers/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[own flag-1]",
+    ),
+    fault(
         "a step of a later learning rate, not tried",
         "preflight/recording/progress_read.py",
         "        yield ProgressRead(read, rates, list(counters), [], metrics, set())",

@@ -21,7 +21,7 @@ class Skipping(Plain):
         super().__init__(tiny_llama)
         self.kind, self.skipped, self.steps, self.batches = kind, 0, 0, 0
         self.weights = torch.ones(4 if kind == "index" else 8)
-        self.late = nn.Dropout(0.0).eval()
+        self.late, self.is_late = nn.Dropout(0.0).eval(), False
         self.counted = {"attribute": 0, "entry": {"n": 0}, "tensor": torch.tensor(0), "read": torch.tensor(0)}
 
     def count(self, batch_idx: int) -> Any:
@@ -55,6 +55,8 @@ class Skipping(Plain):
         weight = self.weights[torch.tensor([self.steps])].mean()
         self.steps += self.kind in ("steps", "index")
         skipped["module"] = 4 if self.late.training else 0
+        skipped["flag"] = skipped["own flag"] = 4 * self.is_late
+        self.is_late |= self.kind == "own flag"
         skipped[self.kind] = skipped.get(self.kind, 0) or 4 * bool(self.count(batch_idx))
         targets[:, : skipped.get(self.kind, 0)] = -100
         return weight * F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
@@ -67,6 +69,7 @@ class Phases(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         module.skipped = 4 if module.kind == "callback" and trainer.global_step >= 6 else 0
         module.batches += 1
+        module.is_late |= module.kind == "flag"
 
 
 class OneBatch(Phases):

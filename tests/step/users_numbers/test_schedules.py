@@ -69,6 +69,27 @@ def test_modules_that_a_hook_changes_and_batches_of_other_entries_are_told():
     assert [index for index, each in enumerate(found) if each] == [4, 7]
 
 
+def test_a_flag_or_a_text_that_none_before_was_is_told_though_the_last_did_not_stay():
+    model, trainer, schedules = followed()
+    model.is_late, model.last, found = False, None, []
+    for number in range(9):
+        found.append(schedules.have_changed(trainer, object()))
+        model.is_late, model.phase = number % 2 == 0, f"phase {number}" if number > 4 else "first"
+        model.last = float(number)
+    assert found == [False, True, False, False, False, False, True, True, True]
+
+
+def test_of_many_flags_the_first_eight_are_told_at_once_and_the_others_as_changes_are():
+    model, trainer, schedules = followed()
+    for number in range(20):
+        setattr(model, f"is_{number}", False)
+    found = []
+    for number in range(20):
+        found.append(schedules.have_changed(trainer, object()))
+        setattr(model, f"is_{number}", True)
+    assert [index for index, each in enumerate(found) if each] == [*range(1, 10), 17]
+
+
 TASKS = {
     "a text": ["plain", "other"],
     "a flag": [torch.tensor(False), torch.tensor(True)],
@@ -163,7 +184,9 @@ def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
     assert schedules.take_counters() == [Counter(model, "seen", 1)]
 
 
-@pytest.mark.parametrize(("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5), ("module", 5)])
+@pytest.mark.parametrize(
+    ("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5), ("module", 5), ("flag", 1), ("own flag", 1)]
+)
 def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind):
         assert f"after {step} optimizer steps gives another result on shards than whole" in found["error"]

@@ -54,6 +54,20 @@ _DISPATCH = "dispatch mode"
 _OF_MEASURING = ("saved tensor hooks", _DISPATCH)
 
 
+class _Block:
+    """How one block recomputes itself. A class because its policy changes while it runs; torch.compile guards its word, so blocks share a graph.
+
+    Args:
+        number: of the block.
+        module: that it is.
+    """
+
+    def __init__(self, number: int, module: nn.Module) -> None:
+        self.number, self.module = number, module
+        # "none", "matmuls", "selective", "full" or "measured".
+        self.how = "none"
+
+
 class BlockCheckpoints:
     """How each block of a model recomputes itself. A class because the policy changes while blocks read it.
 
@@ -76,10 +90,8 @@ class BlockCheckpoints:
         graphs: FrontEnd | None = None,
         tiles: MlpTiles | None = None,
     ) -> None:
-        self.blocks = [without_compilation(block) for block in blocks]
-        # Of each block: "none", "matmuls", "selective", "full" or "measured". A list of strings is what torch.compile can guard.
-        self.of_block = ["none"] * len(self.blocks)
-        self.activations = ActivationBytes(len(self.blocks), tiles)
+        self._states = [_Block(number, without_compilation(block)) for number, block in enumerate(blocks)]
+        self.activations = ActivationBytes(len(self._states), tiles)
         self._asked: set[int] = set()
         self._measures = measures
         self.offload, self.graphs, self.tiles = offload, graphs, tiles
@@ -94,12 +106,22 @@ class BlockCheckpoints:
             self.tiles.use(policy in TILED)
         if self.offload is not None and self.offload.waits:
             self.offload.is_on = policy == "full_offloaded"
-        for number, how in enumerate(of_each_block(policy, len(self.blocks))):
-            self.of_block[number] = "selective" if how in ("none", "matmuls") and number in self._asked else how
+        for state, how in zip(self._states, of_each_block(policy, len(self._states)), strict=True):
+            state.how = "selective" if how in ("none", "matmuls") and state.number in self._asked else how
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The blocks, in their order."""
+        return [each.module for each in self._states]
+
+    @property
+    def of_block(self) -> list[str]:
+        """How each block recomputes itself, in their order."""
+        return [each.how for each in self._states]
 
     def can_tile(self, sees_whole: bool) -> list[bool]:
         """Return of each block whether a policy can let its MLPs run in tiles. In a step that sees whole sequences an MLP does, too."""
-        return [False] * len(self.blocks) if self.tiles is None or sees_whole else self.tiles.can_tile()
+        return [False] * len(self._states) if self.tiles is None or sees_whole else self.tiles.can_tile()
 
     @property
     def horizon(self) -> int:
@@ -124,14 +146,14 @@ class BlockCheckpoints:
     def describe(self, model: nn.Module) -> str:
         """Return how the blocks of a model recompute themselves, in a word; one by one where they differ. While they are measured: will."""
         parts = set(model.modules())
-        kinds = {how for how, block in zip(self.of_block, self.blocks, strict=True) if block in parts}
+        kinds = {each.how for each in self._states if each.module in parts}
         kinds = {"selective" if how == "measured" else how for how in kinds}
         return " or ".join(sorted(kinds)) or "none, for it has no blocks"
 
     def ask(self, model: nn.Module) -> None:
         """Let the blocks of a model be selective at least: it has asked for checkpoints of its own."""
         parts = set(model.modules())
-        self._asked |= {number for number, block in enumerate(self.blocks) if block in parts}
+        self._asked |= {each.number for each in self._states if each.module in parts}
         self.use(self.policy)
 
 
@@ -147,10 +169,11 @@ def checkpoint_blocks(
 ) -> BlockCheckpoints:
     """Make each block recompute itself as a policy says. The module tree and every name stay as they were. As `BlockCheckpoints`."""
     checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles)
-    for number, block in enumerate(checkpoints.blocks):
+    for state in checkpoints._states:
         # On the instance: a wrapper module would put its own name into every parameter's.
+        block = state.module
         signature = inspect.signature(block.forward)
-        forward: Any = partial(_checkpointed, block.forward, checkpoints, number)
+        forward: Any = partial(_checkpointed, block.forward, checkpoints, state)
         forward.__signature__ = signature
         block.forward = forward
     setattr(module, _CHECKPOINTS, checkpoints)
@@ -218,13 +241,13 @@ def _checkpoints_itself(model: nn.Module) -> bool:
 
 
 def _checkpointed(
-    forward: Callable[..., Any], checkpoints: BlockCheckpoints, number: int, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], checkpoints: BlockCheckpoints, block: _Block, *args: Any, **kwargs: Any
 ) -> Any:
-    how = checkpoints.of_block[number]
+    how = block.how
     if how == "none" or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     if how == "measured":
-        return checkpoints.activations.of_block(number, checkpoints.blocks[number], forward, args, kwargs)
+        return checkpoints.activations.of_block(block.number, block.module, forward, args, kwargs)
     if checkpoints.graphs is not None:
         with checkpoints.graphs.recomputing(how):
             return forward(*args, **kwargs)
@@ -234,7 +257,7 @@ def _checkpointed(
     if how in _CONTEXTS:
         recomputed = partial(recomputed, context_fn=_CONTEXTS[how])
     if how == "matmuls" and not torch.compiler.is_compiling():  # whose graphs write to nothing
-        recomputed = partial(_with_results_as_they_were, checkpoints.blocks[number])
+        recomputed = partial(_with_results_as_they_were, block.module)
     if (offload := checkpoints.offload) is None or not offload.is_on:
         return recomputed(forward, *args, **kwargs)
     return offload.run(recomputed, forward, args, kwargs)

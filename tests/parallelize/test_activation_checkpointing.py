@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp.errors import SequenceParallelError
@@ -292,3 +293,17 @@ def test_a_models_own_checkpointing_is_taken_over(pools, late, policy, found):
         if rank == 0:
             assert "LlamaForCausalLM in place of its own gradient checkpointing" in taken["told"][0]
             assert taken["told"][0].endswith(f"activation_checkpointing={found}")
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full", "every_2"])
+def test_compiled_blocks_of_a_kind_share_one_graph(policy):
+    """torch.compile makes eight graphs of a function at most, and runs it as it is written from there on."""
+    torch.compiler.reset()
+    counters.clear()
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(6))
+    checkpoint_blocks(blocks, list(blocks), policy)
+    for block in blocks:
+        block.compile(backend="aot_eager")
+    for block in blocks:
+        block(torch.ones(2, 4)).sum().backward()
+    assert counters["stats"]["unique_graphs"] == (2 if policy == "every_2" else 1)

@@ -132,7 +132,7 @@ class Penalised(Plain):
         torch.manual_seed(3)
         self.model = tiny_gpt()
         # In no forward: their gradients are the penalty's alone, of the root's unit and of a block's, whose backward ends before.
-        self.model.unused, self.model.layers[0].unused = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+        self.model.unused, self.model.layers[0].unused = torch.nn.Linear(5, 1), torch.nn.Linear(5, 3)
         self.own = torch.nn.Linear(61, 61)
         for (
             p

@@ -93,7 +93,6 @@ AUTOCAST = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", AUTOCAST, ids=str)
 def test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast(pools, options):
     cases = [dict(options, gather_dtype=each) for each in ("float32", "auto")]

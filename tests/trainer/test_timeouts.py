@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -29,15 +31,17 @@ def test_a_start_may_take_longer_than_a_step(where):
 
 
 @pytest.mark.slow
-def test_a_start_in_which_a_rank_does_nothing_ends_by_the_limit_of_a_step(capfd):
+def test_a_start_in_which_a_rank_does_nothing_ends_by_the_limit_of_a_step():
+    # In a process of its own, whose ranks write where it does. It would sleep for two minutes: nothing but its own watch ends it.
+    call = 'run_ranks(timeout_ranks.fit_twice, 2, "setup", 120.0, {"timeout_s": 6.0, "start_timeout_s": 400.0}, True, False)'
+    lines = f"from lightning_sp.testing import run_ranks; from tests.trainer import timeout_ranks; {call}"
     before = time.monotonic()
-    # It would sleep for two minutes: nothing but its own watch ends it.
-    with pytest.raises(RuntimeError, match=r"ranks \[0\] have ended without an answer, with exit codes \[1\]"):
-        run_ranks(timeout_ranks.fit_twice, 2, "setup", 120.0, {"timeout_s": 6.0, "start_timeout_s": 400.0}, True, False)
+    ended = subprocess.run([sys.executable, "-c", lines], check=False, capture_output=True, text=True, timeout=300)
     assert time.monotonic() - before < 100
-    said = capfd.readouterr().err
-    assert "sequence_parallel: rank 0 ends. rank 1 waits in barrier" in said
-    assert "rank 0 is in no collective, but in tests/trainer/timeout_ranks.py:" in said
+    assert ended.returncode == 1
+    assert "RuntimeError: ranks [0] have ended without an answer, with exit codes [1]" in ended.stderr
+    assert "sequence_parallel: rank 0 ends. rank 1 waits in barrier" in ended.stderr
+    assert "rank 0 is in no collective, but in tests/trainer/timeout_ranks.py:" in ended.stderr
 
 
 @pytest.mark.slow

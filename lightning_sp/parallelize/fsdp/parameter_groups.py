@@ -47,7 +47,12 @@ def gather_here(parameter: Any) -> None:
     """Let a whole parameter be where FSDP2 gathers it, after `parameter.data = ...`: the next gather writes there, freed or not."""
     gathered = parameter.all_gather_outputs[0] if len(parameter.all_gather_outputs) == 1 else None
     whole = parameter._unsharded_param
-    if gathered is None or gathered.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr():
+    # One of another class, an `AutocastWeight` say, has no memory of its own.
+    if (
+        gathered is None
+        or type(whole) is not nn.Parameter
+        or gathered.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    ):
         return
     memory = gathered.untyped_storage()
     is_free = memory.size() == 0

@@ -21,6 +21,13 @@ IN_BACKWARD_LAW = f"{IN_BACKWARD}::test_a_fit_is_to_the_bit_that_of_steps_behind
 
 MEMORY = (
     fault(
+        "a graph for each block, whose number is guarded",
+        "parallelize/activation_checkpointing.py",
+        "    how = block.how\n",
+        "    how = checkpoints.of_block[block.number]\n",
+        f"{CHECKPOINTS}::test_compiled_blocks_of_a_kind_share_one_graph[none]",
+    ),
+    fault(
         "a unit that is stepped in the backward of the first of its calls",
         "parallelize/fsdp/unused_parameters.py",
         "if self._calls[number] == 0:  # below it",

@@ -47,6 +47,29 @@ USERS = (
         f"{BEHIND}::test_a_write_to_a_part_of_a_weight_stays",
     ),
     fault(
+        "the largest of a weight, by the ranks that have a part of it alone",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "        if is_indexed or fails_on_empty_parts(function, args, kwargs):\n",
+        "        if is_indexed:\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::"
+        "test_the_largest_of_a_weight_of_which_a_rank_has_nothing_is_the_wholes",
+    ),
+    fault(
+        "the largest of a weight in a step, by the ranks that have a part of it alone",
+        "parallelize/fsdp/dtensor/outside_weights.py",
+        "        if not fails_on_empty_parts(func, args, kwargs):\n",
+        "        if True:\n",
+        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
+    ),
+    fault(
+        "a weight that is cast in its layer, taken for one with memory of its own",
+        "parallelize/fsdp/parameter_groups.py",
+        "type(whole) is not nn.Parameter",
+        "False",
+        "tests/trainer/test_memory_options.py::test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast"
+        "[{'ulysses_size': 2}]",
+    ),
+    fault(
         "a look-up with gradients by rows that differ between ranks",
         "parallelize/fsdp/dtensor/plain_operands.py",
         "    for each in filter(_is_plain, given if _learns(args, kwargs) else []):\n",

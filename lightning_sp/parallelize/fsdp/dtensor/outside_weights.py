@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.fsdp.dtensor.empty_parts import fails_on_empty_parts
 from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import (
     GatheredWeight,
     LocalShard,
@@ -179,7 +180,8 @@ def _called(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _by_dtensor(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Do what DTensor does, and where it has no rule for shards, of uneven ones say, what torch does with whole tensors."""
     try:
-        return _TORCHS_OWN(func, types, args, kwargs)
+        if not fails_on_empty_parts(func, args, kwargs):
+            return _TORCHS_OWN(func, types, args, kwargs)
     except (RuntimeError, NotImplementedError):
         if _writes(func):
             raise

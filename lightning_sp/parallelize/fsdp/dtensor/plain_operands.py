@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.dtensor.behind_runs import together
+from lightning_sp.parallelize.fsdp.dtensor.empty_parts import fails_on_empty_parts
 
 # Odd numbers without a pattern, of SplitMix64.
 _OF_BITS, _OF_PLACES = -0x61C8864680B583EB, -0x40A7B892E31B1A47
@@ -78,7 +79,8 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         found = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
         return out.copy_(found.detach())
     with torch._C.DisableTorchFunctionSubclass():
-        if getattr(function, "__name__", "") in _INDEXED and not _learns(args, kwargs):
+        is_indexed = getattr(function, "__name__", "") in _INDEXED and not _learns(args, kwargs)
+        if is_indexed or fails_on_empty_parts(function, args, kwargs):
             return together(_of_wholes, function, args, kwargs)
         if getattr(function, "__name__", "") in _LOOK_UPS and any(map(_is_plain, tree_leaves([args, kwargs]))):
             return together(_looked_up, function, args, kwargs)
@@ -95,16 +97,17 @@ def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> 
     """Return what gives what a function would give of whole tensors, by why DTensor refuses it; None where nothing does."""
     written = _written_to(function, args, kwargs)
     to_plain = [_is_plain(each) for each in written]
+    given = tree_leaves([args, kwargs])
+    plain_learns = torch.is_grad_enabled() and any(_is_plain(each) and each.requires_grad for each in given)
     if _REFUSED in why:
-        given = tree_leaves([args, kwargs])
-        if torch.is_grad_enabled() and any(_is_plain(each) and each.requires_grad for each in given):
+        if plain_learns:
             return None if _TRIALS else partial(_refuse_to_learn, function, given)
         if not any(to_plain):
             is_layer = getattr(function, "__name__", "") in _LAYERS and not _learns(args, kwargs)
             return partial(_of_wholes if is_layer else _of_replicated, function, args, kwargs)
     elif not any(words in why for words in _NO_RULE):
         return None
-    if _TRIALS or not all(to_plain) or _learns(args, kwargs):
+    if _TRIALS or not all(to_plain) or plain_learns:
         return None
     if getattr(function, "__name__", "") == "__deepcopy__":
         return lambda: args[0].detach().clone()

@@ -208,6 +208,58 @@ def without_rule() -> dict[str, bool]:
     return same
 
 
+def learning_without_rule() -> dict[str, bool]:
+    """The same of a weight that learns, where nothing is written to, and the gradient behind it."""
+    linear = _sharded()
+    weight: Any = linear.weight
+    whole, same = weight.full_tensor().detach().requires_grad_(), {}
+    with used_as_whole(linear):
+        for name in ("mask", "mask of rows", "allclose", "unique", "renorm"):
+            found, alone = (WITHOUT_RULE[name](each) for each in (weight, whole))
+            same[name] = torch.equal(found, alone)
+            if alone.requires_grad and name != "unique":
+                (slope,) = torch.autograd.grad(found.pow(2).sum(), weight)
+                same[f"gradient of {name}"] = torch.equal(
+                    slope.full_tensor(), *torch.autograd.grad(alone.pow(2).sum(), whole)
+                )
+    return same
+
+
+# What fails on a rank that has no number, of a weight of one row.
+OF_SOME: dict[str, Any] = {
+    "max": lambda w: w.abs().max(),
+    "min of columns": lambda w: w.min(0).values,
+    "amax": lambda w: w.amax(),
+    "argmax": lambda w: w.argmax(),
+    "aminmax": lambda w: torch.aminmax(w).max,
+    "median": lambda w: w.median(0).values,
+    "quantile": lambda w: torch.quantile(w, 0.5),
+    "topk": lambda w: w.flatten().topk(1).values,
+    "kthvalue": lambda w: w.flatten().kthvalue(1).values,
+    "mode": lambda w: w.flatten().mode().values,
+    "the largest, a norm": lambda w: w.norm(float("inf")),
+    "the smallest, a norm": lambda w: torch.linalg.vector_norm(w, -torch.inf),
+    "a total norm": lambda w: torch.nn.utils.get_total_norm([w, w], torch.inf),
+    "a plain norm": lambda w: w.norm(),
+    "a sum": lambda w: w.sum(),
+}
+
+
+def of_some() -> dict[str, bool]:
+    """Do so to a weight of one row, of which the second rank has nothing: in a run, and where it learns."""
+    torch.manual_seed(1)
+    linear = nn.Linear(3, 1, dtype=torch.float64)
+    fully_shard(linear, mesh=init_device_mesh("cpu", (2,)))
+    whole, same = linear.weight.full_tensor().detach(), {}  # type: ignore[operator]
+    with used_as_whole(linear):
+        for name, run in OF_SOME.items():
+            for weight in (linear.weight, linear.weight.detach()):
+                found = run(weight)
+                found = found.full_tensor() if isinstance(found, DTensor) else found
+                same[name] = same.get(name, True) and torch.allclose(found, run(whole), rtol=1e-15)
+    return same
+
+
 def _put(own: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     own[...] = weight
     return own

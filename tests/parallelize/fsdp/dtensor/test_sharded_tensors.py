@@ -52,6 +52,19 @@ def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
         assert same.keys() == ranks.WITHOUT_RULE.keys()
 
 
+def test_what_has_no_rule_is_done_to_a_whole_weight_that_learns(pools):
+    for same in pools(2).run(ranks.learning_without_rule):
+        assert [name for name, is_same in same.items() if not is_same] == []
+        assert len(same) == 8
+
+
+def test_the_largest_of_a_weight_of_which_a_rank_has_nothing_is_the_wholes(pools):
+    """The one rank failed, in torch's words, and the others waited for it."""
+    for same in pools(2).run(ranks.of_some):
+        assert [name for name, is_same in same.items() if not is_same] == []
+        assert same.keys() == ranks.OF_SOME.keys()
+
+
 def test_layers_that_a_hook_calls_give_plain_activations(pools):
     """`argmax` of sharded logits failed in torch, and so did a look-up of the tokens that it gave."""
     for same, (refusal, of_rows) in pools(2).run(ranks.generated):

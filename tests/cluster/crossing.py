@@ -42,16 +42,18 @@ class Sent:
         return (self.bytes - before.bytes) - HEADER_BYTES * (self.frames - before.frames)
 
 
-def sent_beside_messages(port_of_store: int) -> int:
-    """Return the bytes of this node's open connections to others that are no messages between ranks: words in the store, what was sent again."""
+def sent_in_messages(port_of_store: int) -> int:
+    """Return the bytes of messages between ranks that this node's open connections have sent to other nodes, once each.
+
+    Without words in the store, whose connections come and go with each run's watch.
+    """
     told = subprocess.run(["ss", "-tinOH"], check=True, capture_output=True, text=True).stdout
     sent = 0
     for line in told.splitlines():
         (here, port), (there, port_there) = (each.rpartition(":")[::2] for each in line.split()[3:5])
-        if here != there:
-            name = "bytes_sent" if str(port_of_store) in (port, port_there) else "bytes_retrans"
-            found = re.search(rf"\b{name}:(\d+)", line)
-            sent += int(found[1]) if found else 0
+        if here != there and str(port_of_store) not in (port, port_there):
+            all_sent, again = (re.search(rf"\b{name}:(\d+)", line) for name in ("bytes_sent", "bytes_retrans"))
+            sent += int(all_sent[1] if all_sent else 0) - int(again[1] if again else 0)
     return sent
 
 

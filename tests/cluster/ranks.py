@@ -10,9 +10,10 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +23,12 @@ from benchmarks.instruments.traffic import ring_options
 from lightning_sp.attention import AttentionMask, sequence_parallel_attention
 from lightning_sp.layout import shard
 from lightning_sp.mesh import SequenceMesh, build_device_mesh
-from tests.cluster.crossing import Sent, sent_beside_messages
+from tests.cluster.crossing import Sent, sent_in_messages
 from tests.cluster.nodes import START_S, shape_commands
 from tests.golden.ranks import train
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
+
+T = TypeVar("T")
 
 
 def golden(layout: list[int], num_nodes: int, **options: Any) -> dict[str, Any]:
@@ -76,25 +79,25 @@ def crossed(lengths: list[int], **attention: Any) -> dict[str, Any]:
     for length in lengths:
         run = _Attention(length=length, dtype="float64", **attention)
         run()
-        before = _settled()
+        before = _settled(Sent.now)
         run()
-        payloads.append(_settled().payload_since(before))
+        payloads.append(_settled(Sent.now).payload_since(before))
     return {"payloads": payloads, "no_shared_memory": run.mesh.no_shared_memory, "node": os.uname().nodename}
 
 
-def _settled() -> Sent:
-    """Read the link's counters where nothing is on its way: what this rank and its neighbours sent has left."""
+def _settled(read: Callable[[], T]) -> T:
+    """Return what a reading gives where nothing is on its way: what this rank and its neighbours sent has left."""
     dist.barrier()
-    sent = Sent.now()
-    while (now := _later()) != sent:
-        sent = now
+    found = read()
+    while (now := _later(read)) != found:
+        found = now
     dist.barrier()
-    return sent
+    return found
 
 
-def _later() -> Sent:
+def _later(read: Callable[[], T]) -> T:
     time.sleep(0.1)
-    return Sent.now()
+    return read()
 
 
 def timed(rates_mbit: list[float], repeats: int, **attention: Any) -> dict[str, Any]:
@@ -154,30 +157,26 @@ def crossed_in_training(lengths: list[int], strategy: dict[str, Any]) -> dict[st
         counted = _Counted(tiny_llama)
         trainer = quiet_trainer(int(os.environ["LOCAL_WORLD_SIZE"]), **options)
         trainer.fit(counted, DataLoader(TokenDataset(6, length), batch_size=2))
-        (before, others_before), (after, others) = counted.read
-        found.append(after.payload_since(before) - (others - others_before))
-    return {"payloads": found, "frames": after.frames - before.frames}
+        (before, frames_before), (after, frames) = counted.read
+        found.append(after - before)
+    return {"payloads": found, "frames": frames - frames_before}
 
 
 class _Counted(Plain):
-    """Reads its node's link, and what of it no message was, when the first step has ended, and the last."""
+    """Reads what its node has sent in messages, and its link's frames, when the first step has ended, and the last."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.read: list[tuple[Sent, int]] = []
+        self.read: list[tuple[int, int]] = []
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.global_step in (1, self.trainer.max_steps):
             self.read.append(_settled_messages())
 
 
-def _settled_messages() -> tuple[Sent, int]:
-    port, is_more = int(os.environ["MASTER_PORT"]), torch.ones(1)
-    while is_more:
-        others, sent = sent_beside_messages(port), _settled()
-        is_more = torch.tensor([float(sent_beside_messages(port) != others)])
-        dist.all_reduce(is_more)
-    return sent, others
+def _settled_messages() -> tuple[int, int]:
+    port = int(os.environ["MASTER_PORT"])
+    return _settled(lambda: sent_in_messages(port)), Sent.now().frames
 
 
 FUNCTIONS = {each.__name__: each for each in (golden, crossed, crossed_in_training, timed, endless, endless_attention)}

@@ -298,8 +298,8 @@ MEMORY = (
     fault(
         "blocks whose own checkpointing is switched off keep all",
         "parallelize/activation_checkpointing.py",
-        "self._asked |= {number for number, block in enumerate(self.blocks) if block in parts}",
-        "self._asked |= {number for number, block in enumerate(self.blocks) if block not in parts}",
+        "self._asked |= {each.number for each in self._states if each.module in parts}",
+        "self._asked |= {each.number for each in self._states if each.module not in parts}",
         f"{CHECKPOINTS}::test_a_models_own_checkpointing_is_taken_over[True-none-selective]",
     ),
     fault(

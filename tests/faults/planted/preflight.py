@@ -60,8 +60,8 @@ PREFLIGHT = (
     fault(
         "a batch of a task that none before had, trained on untried",
         "step/users_numbers/schedules.py",
-        "        changed = self._has_new_task(batch)\n",
-        "        changed = False\n",
+        "        changed, is_new = self._has_new_task(batch), False\n",
+        "        changed, is_new = False, False\n",
         "tests/step/users_numbers/test_schedules.py::test_a_batch_of_another_task_is_tried_before_its_step",
     ),
     fault(

@@ -71,16 +71,19 @@ class IdleProcess:
         self._ticks: dict[int, int] = {}
         self._since: float | None = None
 
-    def look(self, pid: int, ranks: Collection[int]) -> float:
-        """Return for how many seconds nothing has moved, as far as looks tell: 0 for the first.
+    def look(self, pid: int, ranks: Collection[int], waited_s: float) -> float:
+        """Return for how many seconds nothing has moved, as far as looks tell.
 
         Args:
             pid: the process' number.
             ranks: process numbers that are other ranks.
+            waited_s: for how long somebody waits for it: at the first look nothing is taken to have moved in that time.
         """
         before, self._ticks = self._ticks, _ticks_of_threads(pid) | _ticks_of_children(pid, ranks)
         now = time.monotonic()
-        if self._since is None or any(used != before.get(each) for each, used in self._ticks.items()):
+        if self._since is None:
+            self._since = now - waited_s
+        elif any(used != before.get(each) for each, used in self._ticks.items()):
             self._since = now
         return now - self._since
 

@@ -244,7 +244,9 @@ class RunWatch:
         is_behind = own is not None and own.state is State.ENDED and own.run < self._run
         if own is None or not is_behind or process_state(own.process) in ("", "X"):
             return seen
-        idle_s = self._behind.setdefault(seen.rank, IdleProcess()).look(own.process[0], self._ranks_here())
+        # It is looked at from the first comparison on, some seconds behind this rank's arrival.
+        waited_s = min(self._main.blocked_s, self._limit_s / 2)
+        idle_s = self._behind.setdefault(seen.rank, IdleProcess()).look(own.process[0], self._ranks_here(), waited_s)
         return replace(seen, report=replace(own, idle_s=idle_s))
 
     def _warn_of_store(self, *, waits: bool) -> None:

@@ -79,11 +79,11 @@ def test_another_process_that_computes_is_work_and_one_that_sleeps_is_not(code):
     idle, limit_s = IdleProcess(), 1.0
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         try:
-            assert idle.look(process.pid, []) == 0.0
+            assert idle.look(process.pid, [], 0.0) == 0.0
             began, longest = time.monotonic(), 0.0
             while time.monotonic() < began + (30.0 if code == SLEEPS else 3.0) and longest < limit_s:
                 time.sleep(0.2)
-                longest = max(longest, idle.look(process.pid, []))
+                longest = max(longest, idle.look(process.pid, [], 0.0))
             assert (longest >= limit_s) == (code == SLEEPS)
         finally:
             process.kill()
@@ -112,3 +112,18 @@ def test_a_run_ends_where_all_that_others_wait_for_do_nothing():
     assert "these do not come:\nrank 1 is in no collective, at train, step 0, for 20 s:\n    a.py:7 in f\n" in told
     assert told.endswith("a rank that works has start_timeout_s, one that does nothing timeout_s=15 s: call what waits for others on all "
                          "ranks, or give a larger timeout_s")  # fmt: skip
+
+
+def test_a_process_that_others_wait_for_has_done_nothing_since_then_until_it_moves():
+    idle, other = IdleProcess(), IdleProcess()
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as sleeps:
+        time.sleep(1.0)  # it has started
+        assert idle.look(sleeps.pid, [], 5.0) == pytest.approx(5.0, abs=0.1)
+        time.sleep(0.2)
+        assert idle.look(sleeps.pid, [], 9.0) == pytest.approx(5.2, abs=0.2)
+        sleeps.kill()
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as spins:
+        other.look(spins.pid, [], 5.0)
+        time.sleep(0.2)
+        assert other.look(spins.pid, [], 9.0) < 1.0
+        spins.kill()

@@ -80,7 +80,10 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         return out.copy_(found.detach())
     with torch._C.DisableTorchFunctionSubclass():
         is_indexed = getattr(function, "__name__", "") in _INDEXED and not _learns(args, kwargs)
-        if is_indexed or fails_on_empty_parts(function, args, kwargs):
+        fails = fails_on_empty_parts(function, args, kwargs)
+        if fails and len(each_alone := _listed(function, args)) > 1:  # not all of a model whole at once
+            return [beside_sharded(_, function, types, ([each], *args[1:]), kwargs)[0] for each in each_alone]
+        if is_indexed or fails:
             return together(_of_wholes, function, args, kwargs)
         if getattr(function, "__name__", "") in _LOOK_UPS and any(map(_is_plain, tree_leaves([args, kwargs]))):
             return together(_looked_up, function, args, kwargs)
@@ -112,6 +115,12 @@ def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> 
     if getattr(function, "__name__", "") == "__deepcopy__":
         return lambda: args[0].detach().clone()
     return partial(_of_wholes, function, args, kwargs)
+
+
+def _listed(function: Callable[..., Any], args: Any) -> list[Any]:
+    """Return the tensors of which a function takes a list, and gives one of results; none for another one."""
+    takes = getattr(function, "__name__", "").startswith("_foreach_") and isinstance(args[0], (list, tuple))
+    return [*args[0]] if takes else []
 
 
 def _of_replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

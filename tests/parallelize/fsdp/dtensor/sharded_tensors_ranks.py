@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.parallelize import used_as_whole
@@ -225,6 +225,12 @@ def learning_without_rule() -> dict[str, bool]:
     return same
 
 
+def _columns_of(row: Any) -> Any:
+    """Return a matrix of which each rank has rows, beside a row of which one has none."""
+    matrix = torch.arange(12, dtype=torch.float64).view(4, 3)
+    return distribute_tensor(matrix, row.device_mesh, [Shard(0)]) if isinstance(row, DTensor) else matrix
+
+
 # What fails on a rank that has no number, of a weight of one row.
 OF_SOME: dict[str, Any] = {
     "max": lambda w: w.abs().max(),
@@ -239,7 +245,7 @@ OF_SOME: dict[str, Any] = {
     "mode": lambda w: w.flatten().mode().values,
     "the largest, a norm": lambda w: w.norm(float("inf")),
     "the smallest, a norm": lambda w: torch.linalg.vector_norm(w, -torch.inf),
-    "a total norm": lambda w: torch.nn.utils.get_total_norm([w, w], torch.inf),
+    "a total norm": lambda w: torch.nn.utils.get_total_norm([w, _columns_of(w), w * 2], torch.inf),
     "a plain norm": lambda w: w.norm(),
     "a sum": lambda w: w.sum(),
 }

@@ -79,6 +79,22 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         super().__init__(*given)
         self._late_s = late_s
 
+    @property
+    @override
+    def is_interactive_compatible(self) -> bool:
+        """Whether a notebook or a prompt may train; Lightning asks there alone.
+
+        Raises:
+            SequenceParallelError: it would have to start ranks.
+        """
+        if (num_ranks := self.num_processes * self.num_nodes) > 1:
+            raise SequenceParallelError(
+                f"a notebook or a prompt cannot start {num_ranks} ranks: Lightning starts each by running the script once more, and there is "
+                "none here; write the lines into a file and start that, `!python train.py` in a cell, or `torchrun --nproc-per-node="
+                f"{self.num_processes} train.py`; with devices=1 one rank trains here"
+            )
+        return True
+
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         comm.check_port()

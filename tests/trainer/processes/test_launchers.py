@@ -161,3 +161,30 @@ def test_ranks_know_their_run_and_the_environment_of_who_starts_them_stays_the_u
         assert bool(own) == (num_nodes == 1), "ranks of other nodes are started by others"
     monkeypatch.setattr(parent, "_started", [])
     assert [parent.run_of(each) for each in given] == [given[0][parent.RUN], ""]
+
+
+INTERACTIVE = """
+import sys
+sys.ps1 = ">>> "  # what a prompt sets, and Lightning looks at
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+from lightning_sp import SequenceParallelError
+from tests.trainer.tiny import Plain, TokenDataset, tiny_llama
+options = dict(strategy="sequence_parallel", accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False)
+try:
+    pl.Trainer(devices=2, **options)
+except SequenceParallelError as error:
+    print(error)
+trainer = pl.Trainer(devices=1, **options)
+trainer.fit(Plain(tiny_llama), DataLoader(TokenDataset(4), batch_size=2))
+print("steps:", trainer.global_step)
+"""
+
+
+def test_at_a_prompt_one_rank_trains_and_more_are_refused():
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERACTIVE], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.stdout.startswith("a notebook or a prompt cannot start 2 ranks: Lightning starts each"), ended.stderr
+    assert ended.stdout.endswith("steps: 1\n"), ended.stderr

@@ -54,7 +54,8 @@ class UnshardedModules:
         self.known = False
         self.found_any = False
         self._has_encoder = False
-        self._told: tuple[Sequence[nn.Module] | None, Sequence[nn.Module]] | None = None
+        # What `set` was given last.
+        self.told: tuple[Sequence[nn.Module] | None, Sequence[nn.Module]] | None = None
 
     @property
     def knows_encoder(self) -> bool:
@@ -77,7 +78,7 @@ class UnshardedModules:
         self._undo.close()
         if self._context.global_view:
             return  # there tensors say themselves whose tokens they have
-        self._told = whole, crossing
+        self.told = whole, crossing
         self.known, self.found_any = whole is not None, bool(whole or crossing)
         # What they hold, too: a checkpointed block is recomputed by itself.
         for roots, alike in ((whole or (), True), (crossing, False)):
@@ -91,8 +92,8 @@ class UnshardedModules:
 
     def come_back(self) -> None:
         """Know again what was told before `leave`."""
-        if self._told is not None:
-            self.set(*self._told)
+        if self.told is not None:
+            self.set(*self.told)
 
     def add_encoder(self, encoder: nn.Module, undo: ExitStack) -> None:
         """Let an encoder run whole in steps of a batch that holds no sequence of it; `undo` takes that back."""

@@ -36,7 +36,7 @@ from lightning_sp.preflight.differences.other_seeds import (
     drawn_from_seed,
     noting_random_generators,
 )
-from lightning_sp.preflight.differences.other_tokens import calls_of_training, modules_of_other_tokens
+from lightning_sp.preflight.differences.other_tokens import modules_of_training
 from lightning_sp.preflight.differences.random_draws import check_random_draws, check_repeats, random_step
 from lightning_sp.preflight.differences.rounding import agreement_but_for_rounding, of_rounding_alone
 from lightning_sp.preflight.differences.second_step import second_step
@@ -103,7 +103,7 @@ def run_preflight(
             _say_as_with_ddp(told)
             return None
         # In the global view tensors say themselves whose tokens they have.
-        others = None if trial.context.global_view else modules_of_other_tokens(calls_of_training(trial, whole))
+        others = None if trial.context.global_view else modules_of_training(trial, whole)
         trial.context.unsharded.set(*(others or (None,)))
         sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
     _check_alike(trial, whole, sharded)

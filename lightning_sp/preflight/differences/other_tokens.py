@@ -54,13 +54,17 @@ class CropCalls:
     lengths: list[tuple[int, ...]]
 
 
-def calls_of_training(trial: Trial, whole: Outcome) -> CropCalls:
-    """Return a training step's, whose whole run has been."""
+def modules_of_training(trial: Trial, whole: Outcome) -> OtherTokens | None:
+    """Return the modules of other tokens of a training step, whose whole run has been, and of steps tried before. None where nothing is known.
+
+    Raises:
+        SequenceParallelError: as `modules_of_other_tokens`.
+    """
     shorter, is_text = trial.attention_of_shorter(), False
     if shorter is None:
         shorter, is_text = trial.attention_of_shorter(text_alone=True), True
     batches = [trial.batch] if trial.shorter is None else [trial.batch, trial.shorter[1]]
-    return CropCalls(
+    calls = CropCalls(
         module=trial.module,
         crop=trial.crop,
         whole=whole.attention,
@@ -68,6 +72,9 @@ def calls_of_training(trial: Trial, whole: Outcome) -> CropCalls:
         is_text=is_text,
         lengths=[_lengths(batch, [*whole.read.sizes.values()]) for batch in batches],
     )
+    told = trial.context.unsharded.told
+    known = None if told is None or told[0] is None else OtherTokens([*told[0]], [*told[1]])
+    return with_those_known(modules_of_other_tokens(calls), known, calls)
 
 
 def _lengths(batch: SequenceInfo, handed: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
@@ -120,6 +127,25 @@ def modules_of_other_tokens(calls: CropCalls) -> OtherTokens | None:
     towers = {_tower(name, own) for name, kind in found.items() if kind == {_OTHER}}
     crossing = {name for name, kind in found.items() if kind == {_QUERIES}}
     return OtherTokens(whole=[modules[n] for n in sorted(towers)], crossing=[modules[n] for n in sorted(crossing)])
+
+
+def with_those_known(found: OtherTokens | None, known: OtherTokens | None, calls: CropCalls) -> OtherTokens | None:
+    """Return modules of other tokens with those of earlier trials that this step has not called: a batch of text alone calls no tower.
+
+    Args:
+        found: of this step; None where nothing is known of it.
+        known: of earlier ones; likewise.
+        calls: of this step.
+    """
+    if found is None or known is None:
+        return found or known
+    names = {module: plain_name(name) for name, module in calls.module.named_modules()}
+    called = {each.module for each in calls.whole}
+
+    def left(modules: Sequence[nn.Module]) -> list[nn.Module]:
+        return [each for each in modules if not any(names.get(part) in called for part in each.modules())]
+
+    return OtherTokens(whole=found.whole + left(known.whole), crossing=found.crossing + left(known.crossing))
 
 
 def _by_module(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
+from lightning_sp.preflight.differences.other_tokens import CropCalls, OtherTokens, with_those_known
+from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.preflight.differences import other_tokens_ranks as ranks
 
@@ -74,3 +77,34 @@ def test_ranks_fail_together_in_the_preflight(pools):
     found = pools(2).run(ranks.one_fails, 2, False)
     assert all("IndexError: this rank's own" in each for each in found), found
     assert pools(2).run(ranks.one_fails, 2, "auto") == ["", ""]
+
+
+class Towers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.images, self.sounds, self.text, self.cross = (nn.Sequential(nn.Identity()) for _ in range(4))
+
+
+def of(model, *names):
+    return CropCalls(
+        module=model,
+        crop="",
+        whole=[AttentionCall(each, 9, 9) for each in names],
+        shorter=[],
+        is_text=False,
+        lengths=[],
+    )
+
+
+def test_towers_that_a_batch_of_text_does_not_call_stay_known():
+    """A trial of such a batch had left them unknown, and the next images were refused."""
+    model = Towers()
+    known = OtherTokens([model.images, model.sounds], [model.cross])
+    nothing = OtherTokens([], [])
+    assert with_those_known(nothing, known, of(model, "text.0")) == known
+    assert with_those_known(OtherTokens([model.images], []), known, of(model, "text.0", "images.0")) == known
+    # What this step calls, it tells by itself.
+    assert with_those_known(nothing, known, of(model, "images.0", "cross.0")) == OtherTokens([model.sounds], [])
+    assert with_those_known(None, known, of(model)) == known
+    assert with_those_known(nothing, None, of(model)) == nothing
+    assert with_those_known(None, None, of(model)) is None

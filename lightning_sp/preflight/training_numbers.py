@@ -45,7 +45,8 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
     in_16_bits = any(torch.finfo(dtype).bits == 16 for dtype in whole.dtypes)
     own = RankNumbers(trial.sequence_rank, of_one, again, sharded.numbers, in_16_bits)
     of_ranks = comm.gather_objects(own, trial.control_group)
-    trial.context.logged_once["training_step"] = counted_once(of_ranks)
+    # A step logs other names in other batches.
+    trial.context.logged_once.setdefault("training_step", {}).update(counted_once(of_ranks))
     differ = differences(of_ranks)
     coarse = coarse_numbers(of_ranks, trial.batch.rows * trial.batch.length)
     by_chance = [name for name in coarse if not name.endswith(OF_LOGGER)]
@@ -53,7 +54,8 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
         {each.name for each in differ},
         {n for each in of_ranks for n, number in each.sharded.items() if number.reduced},
     )
-    trial.context.watched_numbers = frozenset(by_chance) - told - synced
+    judged = {name for each in of_ranks for name in each.sharded}
+    trial.context.watched_numbers = (trial.context.watched_numbers - judged) | (frozenset(by_chance) - told - synced)
     if differ:
         text = described(differ, f"training_step on {trial.crop}", monitored)
         if trial.may_retry and any(each.name.endswith(ATTRIBUTE) for each in differ):

@@ -53,6 +53,7 @@ class LoggedSums:
             self._name = given.get("name", "")
             if once.get(self._name) and given.get("sync_dist_group") is None:
                 kwargs["sync_dist_group"] = mesh.data_group
+                _follow_group(module, self._name, mesh.data_group)
             try:
                 log(*args, **kwargs)
             finally:
@@ -98,3 +99,12 @@ class LoggedSums:
         """Return whether the preflight has told that each rank has a part of it."""
         names = names if self._name is None else [self._name]
         return bool(names) and self._of_ranks.issuperset(names)
+
+
+def _follow_group(module: LightningModule, name: str, group: ProcessGroup) -> None:
+    """Let what was logged of a name before a trial told whose it is be added up over the same ranks: Lightning takes one way for a name."""
+    results = module.trainer._results
+    for result in results.values() if results is not None else ():
+        meta = result.meta
+        if meta.name == name and meta.fx == module._current_fx_name and meta.sync.group is None:
+            meta.sync.group = group

@@ -345,6 +345,20 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_tokens.py::test_towers_that_a_batch_of_text_does_not_call_stay_known",
     ),
     fault(
+        "sums whose kind a trial of another batch makes unknown",
+        "preflight/training_numbers.py",
+        '    trial.context.logged_once.setdefault("training_step", {}).update(counted_once(of_ranks))\n',
+        '    trial.context.logged_once["training_step"] = counted_once(of_ranks)\n',
+        "tests/trainer/logged_numbers/test_logged_sums.py::test_a_trial_of_a_batch_that_logs_others_leaves_what_is_known",
+    ),
+    fault(
+        "a sum that was logged before a trial told its kind, two ways for one name",
+        "trainer/logged_numbers/logged_sums.py",
+        "                _follow_group(module, self._name, mesh.data_group)\n",
+        "                pass\n",
+        "tests/trainer/logged_numbers/test_logged_sums.py::test_a_trial_of_a_batch_that_logs_others_leaves_what_is_known",
+    ),
+    fault(
         "a step of a later learning rate, not tried",
         "preflight/recording/progress_read.py",
         "        yield ProgressRead(read, rates, list(counters), [], metrics, set())",

@@ -15,6 +15,15 @@ def test_the_preflight_tells_parts_from_what_ranks_have_together(pools):
         assert said == []
 
 
+def test_a_trial_of_a_batch_that_logs_others_leaves_what_is_known(pools):
+    """Of six batches the first, third and fifth log; the second logs another number, and is tried behind its step."""
+    (alone, _), *_ = pools(1).run(ranks.fit, 1, {"sequence_parallel_size": 1}, 2)
+    assert alone["kilotokens"] == pytest.approx(6 * 32 / 1000)
+    for found, said in pools(2).run(ranks.fit, 2, {"ulysses_size": 2}, 2):
+        assert found == pytest.approx(alone, rel=1e-6)
+        assert said == []
+
+
 def test_without_it_equal_values_are_said_to_be_taken_for_one_or_the_other(pools):
     for rank, (_, said) in enumerate(pools(2).run(ranks.fit, 2, {"ulysses_size": 2, "preflight": False})):
         assert [each.partition(",")[0] for each in said] == ["kilotokens", "rows", "loss"] * (rank == 0)

@@ -347,7 +347,7 @@ class StepRunner:
         if self.context.mesh.layout.size > 1 and not self.context.unsharded.found_any:
             raise SequenceParallelError(
                 "data-parallel groups hold other entries in this batch, images say, and which attention is to other tokens than the text's is "
-                "not known: the preflight finds it, on a first batch that holds them; put some into the first batch, with preflight=True"
+                "not known: the preflight finds it before the first batch that holds them; leave preflight=True"
             )
         units.gather()
 

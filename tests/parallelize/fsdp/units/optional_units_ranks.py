@@ -14,7 +14,7 @@ from lightning_sp.rewrite.hugging_face.models import own_class
 from tests.flows.models.images_in_text.llava_images import model, with_image
 from tests.flows.models.images_in_text.llava_images_and_text import collate
 from tests.flows.tiny import Tuned, llama, rows
-from tests.trainer.tiny import quiet_trainer
+from tests.trainer.tiny import _full, quiet_trainer
 
 
 def units() -> tuple[list[str], list[str]]:
@@ -59,7 +59,18 @@ def manual() -> str:
     return refusal(Manual(model()), samples_of(True, False), 2, dict(data_parallel_size=2), 1)
 
 
+SPLIT = dict(data_parallel_size=2, ring_size=2)
+
+
 def unseen() -> str:
-    """Images in one group alone, after a first batch without any."""
-    split = dict(data_parallel_size=2, ring_size=2)
-    return refusal(Tuned(model()), samples_of(False, False, True, False), 4, split, 2)
+    """Images in one group alone, after a first batch without any, and no trial before them."""
+    return refusal(Tuned(model()), samples_of(False, False, True, False), 4, {**SPLIT, "preflight": False}, 2)
+
+
+def seen_later(world: int) -> dict[str, torch.Tensor]:
+    """Return the weights behind two steps, of which the second has an image, in one group alone."""
+    torch.manual_seed(6)
+    module = Tuned(model())
+    loader = DataLoader(samples_of(False, False, True, False), batch_size=1 if world > 1 else 2, collate_fn=collate)  # type: ignore[arg-type]
+    quiet_trainer(world, strategy=SPLIT if world > 1 else {}, max_steps=2).fit(module, loader)
+    return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_sp.testing import max_error
 from tests.parallelize.fsdp.units import optional_units_ranks as ranks
 
 pytest.importorskip("transformers")
@@ -23,6 +24,14 @@ def test_manual_optimization_is_refused_on_all_ranks(pools):
         assert "automatic optimization" in message
 
 
-def test_a_tower_that_the_preflight_did_not_see_is_refused_on_all_ranks(pools):
+def test_a_tower_that_no_trial_has_seen_is_refused_on_all_ranks(pools):
     for message in pools(4).run(ranks.unseen):
-        assert "on a first batch that holds them" in message, message
+        assert "before the first batch that holds them" in message, message
+
+
+def test_a_tower_that_a_later_batch_calls_first_is_tried_before_it(pools):
+    (expected,) = pools(1).run(ranks.seen_later, 1)
+    for found in pools(4).run(ranks.seen_later, 4):
+        assert found.keys() == expected.keys()
+        for name, weight in expected.items():
+            assert max_error(found[name], weight) < 1e-10, name

@@ -16,7 +16,7 @@ SUM: dict[str, Any] = dict(reduce_fx="sum", sync_dist=True, on_step=False, on_ep
 class Sums(Plain):
     """Of equal shards: a rank's tokens in thousands are a fraction, and the same on all ranks."""
 
-    each = 1  # so manieth batch logs them, and the others another number
+    each = 1  # 2: every second batch logs them, and the others another number
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -14,7 +14,7 @@ _OF_SOME = {
     *("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "kthvalue", "mode", "median", "nanmedian"),
     *("quantile", "nanquantile", "topk", "multinomial", "_foreach_max"),
 }
-# Of the largest or smallest number where their order says so.
+# By their order that of the largest or smallest number. A dim counted from the end looks like one: a small weight is made whole once more.
 _NORMS = {"norm", "vector_norm", "matrix_norm", "dist", "_foreach_norm"}
 
 
@@ -22,12 +22,12 @@ def fails_on_empty_parts(function: Any, args: Any, kwargs: Any) -> bool:
     """Return whether a function would fail on some ranks alone, which have no number of a tensor that it is given. Equal on all ranks."""
     name = getattr(function, "__name__", "").removeprefix("linalg_")
     given = tree_leaves([args, kwargs])
-    if name not in _OF_SOME and not (name in _NORMS and any(map(_is_of_an_end, given))):
+    if name not in _OF_SOME and not (name in _NORMS and any(map(_is_order_of_one_number, given))):
         return False
     return any(isinstance(each, DTensor) and _leaves_a_rank_without(each) for each in given)
 
 
-def _is_of_an_end(order: Any) -> bool:
+def _is_order_of_one_number(order: Any) -> bool:
     return isinstance(order, (int, float, str)) and (
         order in ("inf", "-inf", float("inf")) or str(order).startswith("-")
     )

@@ -118,11 +118,13 @@ def test_a_switch_is_true_or_false(name, value):
     [
         (True, "selective"),
         (False, "none"),
-        *((name, name) for name in ("auto", "none", "matmuls", "selective", "full", "every_1", "every_12")),
+        *((name, name) for name in ("every_1", "every_12", "budget_1", "budget_99")),
+        *((name, name) for name in ("auto", "none", "matmuls", "selective", "full")),
     ],
 )
 def test_activation_checkpointing_is_a_policy_by_name(given, policy):
-    assert StrategyConfig(activation_checkpointing=given).checkpoint_policy == policy
+    compiles = policy.startswith("budget")
+    assert StrategyConfig(activation_checkpointing=given, compile=compiles).checkpoint_policy == policy
 
 
 @pytest.mark.parametrize(
@@ -133,11 +135,13 @@ def test_activation_checkpointing_is_a_policy_by_name(given, policy):
         ("every_", "every_2"),
         ("every_<n>", ""),
         ("every 3", "every_2"),
+        ("budget_100", "budget_50"),
+        ("budget_0", "budget_50"),
     ],
 )
 def test_an_unknown_checkpoint_policy_is_refused_with_the_nearest(given, nearest):
-    names = "auto, none, matmuls, every_<n>, selective, full"
-    words = f"activation_checkpointing={given!r}: must be one of {names} with n a positive integer, or True"
+    names = "auto, none, matmuls, budget_<percent>, every_<n>, selective, full"
+    words = f"activation_checkpointing={given!r}: must be one of {names} with n a positive integer and percent from 1 to 99, or True"
     with refusal(words) as error:
         StrategyConfig(activation_checkpointing=given)
     assert not nearest or str(error.value).endswith(f"did you mean {nearest!r}?")

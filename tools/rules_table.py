@@ -177,7 +177,8 @@ each function costs about 10 microseconds of Python more than on a part.
 - What torch.compile itself fails at runs as it is written, and what that calls is compiled: one line names the function
   and the reason. An `autograd.Function` of yours runs between two graphs.
 - `activation_checkpointing` is told to the graph: "selective" saves the attention and what ranks sent, "full" the
-  graph's inputs alone. What stands between two graphs is kept.
+  graph's inputs alone, "budget_50" beside the attention half of the bytes of what else a graph would, those that cost
+  the most to compute again. What stands between two graphs is kept.
 - A graph that a slice or a token of the sequence enters or leaves (`first = x[:, 0]` before a graph break), or that
   writes to one, runs function by function: it is a view on one device, and shows what is written to `x` later.
 - The preflight compares the step, run without the compiler.

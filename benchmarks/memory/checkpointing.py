@@ -2,7 +2,7 @@
 
 `OMP_NUM_THREADS=1 python -m benchmarks.memory.checkpointing --tokens 2048`: a Llama (dim 512, 8 layers, hidden 1408, vocabulary 4,096).
 Of the last policy inputs leave to a file. Policies are interleaved, in one process for each rank. The first step of a policy makes gradients
-and the optimizer's state.
+and the optimizer's state, or its code with `--compile`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from benchmarks.instruments.resident import map_tensors, peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
-from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, peak_bytes
-from lightning_sp.parallelize.memory.model_bytes import model_bytes
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, OF_COMPILED, peak_bytes
+from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes
 from lightning_sp.testing import RankPool
 
 MIB = 2**20
@@ -75,12 +75,14 @@ class Measured(pl.LightningModule):
         there: list[Any] = [each.grad for each in self.parameters() if each.grad is not None]
         self.gradients = sum(each.to_local().nbytes for each in there)
         if batch_idx == 1:  # the first step was measured, and has made the optimizer's state
-            step = checkpoints.activations.step
-            assert step is not None
+            measured = checkpoints.activations.step  # compiled code is not measured
+            step = measured or step_of_shapes(self, checkpoints.blocks, self.trainer.precision, checkpoints.tiles)
             step = step.offering(tiles=checkpoints.can_tile(sees_whole=False), horizon=checkpoints.horizon)
             optimizers = self.trainer.optimizers
             model = model_bytes(self, checkpoints.blocks, optimizers, torch.device("cpu"))
             for policy in self.policies:
+                if policy == "matmuls":  # which "auto" never takes
+                    continue
                 self.predicted[policy] = peak_bytes(policy, step, model, self.tokens) - model.base
         if batch_idx:
             self._block = peak_growth()
@@ -101,6 +103,7 @@ def measure(
     config: LlamaConfig,
     precision: Any = "32-true",
     policies: Sequence[str] = CANDIDATES,
+    compiled: bool = False,
 ) -> dict[str, tuple[int, int, float]]:
     """Return of each policy the predicted and the measured peak above what is resident but for gradients, in bytes, and CPU seconds of a step.
 
@@ -111,24 +114,31 @@ def measure(
         config: of the Llama.
         precision: of the Trainer.
         policies: that are measured.
+        compiled: whether blocks are.
     """
     map_tensors()
     world = int(os.environ["WORLD_SIZE"])
     module = Measured(config, tuple(policies), tokens)
     strategy = SequenceParallelStrategy(
-        **degrees,
+        **degrees,  # type: ignore[arg-type]
         preflight=False,
         activation_checkpointing="auto",
         memory_budget_gib=1e6,
-        offload_folder=tempfile.gettempdir(),
-    )  # type: ignore[arg-type]
+        offload_folder=None if compiled else tempfile.gettempdir(),
+        compile=compiled,
+    )
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, precision=precision,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(Rows(1 + rounds * len(policies), tokens * world, config.vocab_size)))
+    warming = int(compiled)
+    trainer.fit(module, DataLoader(Rows(1 + (rounds + warming) * len(policies), tokens * world, config.vocab_size)))
     return {
-        policy: (module.predicted[policy], max(module.peaks[policy]), statistics.median(module.seconds[policy]))
+        policy: (
+            module.predicted.get(policy, 0),
+            max(module.peaks[policy][warming:]),
+            statistics.median(module.seconds[policy][warming:]),
+        )
         for policy in policies
     }
 
@@ -142,19 +152,21 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=4096)
     parser.add_argument("--precision", default="32-true", help="of the Trainer")
     parser.add_argument("--ring", action="store_true", help="a ring in place of Ulysses")
-    parser.add_argument("--policies", nargs="+", default=CANDIDATES, choices=CANDIDATES, metavar="POLICY")
+    parser.add_argument("--compile", action="store_true", help="blocks by torch.compile")
+    parser.add_argument("--policies", nargs="+", default=(), metavar="POLICY", help="those of auto, unless given")
     given = parser.parse_args()
+    policies = given.policies or (OF_COMPILED if given.compile else CANDIDATES)
     config = LlamaConfig(
         vocab_size=given.vocabulary, dim=512, num_layers=8, num_heads=8, num_kv_heads=8, hidden_dim=1408
     )
     degrees = {} if given.ranks == 1 else {"ring_size" if given.ring else "ulysses_size": given.ranks}
     with RankPool(given.ranks, timeout_s=3600) as pool:
-        ranks = pool.run(measure, degrees, given.tokens, given.rounds, config, given.precision, given.policies)
+        ranks = pool.run(measure, degrees, given.tokens, given.rounds, config, given.precision, policies, given.compile)
     print(
         f"{given.ranks} ranks, {given.precision}, {given.tokens} tokens a rank: policy, predicted MiB, measured MiB, predicted/measured, "
         "CPU s of a rank's step"
     )
-    for policy in given.policies:
+    for policy in policies:
         predicted, peak = (max(rank[policy][i] for rank in ranks) for i in (0, 1))
         seconds = statistics.mean(rank[policy][2] for rank in ranks)
         print(f"{policy:14} {predicted / MIB:8.1f} {peak / MIB:8.1f} {predicted / peak:6.2f} {seconds:8.3f}")

@@ -28,6 +28,7 @@ from lightning_sp.config.memory import (
     OFFLOAD_TIERS,
     STAGE_INPUTS,
     MemoryOptions,
+    budget_percent,
     check_memory_device,
     every_nth,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "MemoryOptions",
     "Size",
     "StrategyConfig",
+    "budget_percent",
     "check_memory_device",
     "check_stages",
     "every_nth",

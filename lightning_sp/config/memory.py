@@ -16,12 +16,18 @@ OFFLOAD_TIERS = ("auto", "none", "host", "disk")
 STAGE_INPUTS = ("saved", "recomputed")
 
 # How blocks recompute themselves, those that are named the cheapest in time first.
-CHECKPOINT_POLICIES = ("auto", "none", "matmuls", "every_<n>", "selective", "full")
+CHECKPOINT_POLICIES = ("auto", "none", "matmuls", "budget_<percent>", "every_<n>", "selective", "full")
 
 
 def every_nth(policy: str) -> int | None:
     """Return n of the policy ``every_<n>``; None of another one."""
     found = re.fullmatch(r"every_([1-9]\d*)", policy)
+    return int(found[1]) if found else None
+
+
+def budget_percent(policy: str) -> int | None:
+    """Return the percent of the policy ``budget_<percent>``, 1 to 99; None of another one."""
+    found = re.fullmatch(r"budget_([1-9]\d?)", policy)
     return int(found[1]) if found else None
 
 
@@ -53,7 +59,9 @@ class MemoryOptions:
         activation_checkpointing: Which transformer blocks recompute their activations in the backward. "auto": as few as a step's predicted peak
             allows by `memory_budget_gib`; none while it fits. "none". "matmuls": all of them, but never their
             attention, its communication and products of matrices: norms, activations and such. "selective": these products too, but never the
-            attention. "every_<n>": so each n-th block, from the first on. "full": all of them with their
+            attention. "budget_<percent>": of compiled blocks (compile=True), whose partitioner keeps the attention, and of all else so many
+            percent of the bytes, those that cost the most to compute again. "every_<n>": selective each n-th block, from the first on.
+            "full": all of them with their
             attention, whose kernels and messages run twice. True is "selective", False is "none". Where "full" is not enough, "auto" goes on
             with MLPs in tiles and inputs that leave, as far as `mlp_tile_tokens` and `activation_offload` are at their defaults. With
             `activation_offload` "host" or "disk" it is "selective".
@@ -210,14 +218,15 @@ def _check_budget(given: object) -> None:
 
 
 def _is_policy(name: str) -> bool:
-    return every_nth(name) is not None or (name in CHECKPOINT_POLICIES and name.isalpha())
+    by_number = every_nth(name) is not None or budget_percent(name) is not None
+    return by_number or (name in CHECKPOINT_POLICIES and name.isalpha())
 
 
 def _check_policy(given: object) -> None:
     if isinstance(given, bool) or (isinstance(given, str) and _is_policy(given)):
         return
-    near = closest(given, (*CHECKPOINT_POLICIES, "every_2")) if isinstance(given, str) else ""
+    near = closest(given, (*CHECKPOINT_POLICIES, "every_2", "budget_50")) if isinstance(given, str) else ""
     raise SequenceParallelError(
-        f"activation_checkpointing={given!r}: must be one of {', '.join(CHECKPOINT_POLICIES)} with n a positive integer, or True (selective) or "
-        f"False (none){near}"
+        f"activation_checkpointing={given!r}: must be one of {', '.join(CHECKPOINT_POLICIES)} with n a positive integer and percent "
+        f"from 1 to 99, or True (selective) or False (none){near}"
     )

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightning_sp.config.attention import AttentionOptions
 from lightning_sp.config.checks import Size, check_count, check_name, check_seconds, check_size
-from lightning_sp.config.memory import MemoryOptions
+from lightning_sp.config.memory import MemoryOptions, budget_percent
 from lightning_sp.config.tensor_parallel import check_tensor_parallel
 from lightning_sp.errors import SequenceParallelError, closest
 
@@ -115,6 +115,11 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
             raise SequenceParallelError(
                 f"mlp_tile_tokens={self.mlp_tile_tokens!r} with compile=True: a compiled block is one graph, in which each tile would be a copy "
                 "of the MLP; use activation_checkpointing, or leave compile=False"
+            )
+        if budget_percent(self.checkpoint_policy) is not None and not self.compile:
+            raise SequenceParallelError(
+                f"activation_checkpointing={self.activation_checkpointing!r} without compile=True: what is within such a budget is decided in a "
+                "block's graph, which only a compiled block has; set compile=True, or use 'every_2' or 'selective'"
             )
         self._check_stage_inputs()
         self._check_global_view()

@@ -12,7 +12,8 @@ from lightning_sp.parallelize.activation_checkpointing import (
 )
 from lightning_sp.parallelize.activation_offload import activation_offload, offload_activations
 from lightning_sp.parallelize.compilation import (
-    compile_blocks,
+    COMPILE_BACKEND,
+    blocks_to_compile,
     compile_forwards,
     compiled_modules,
     compiles_weights,
@@ -82,6 +83,7 @@ from lightning_sp.parallelize.tiled_mlp import MlpTiles, tile_mlps, without_tile
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [
+    "COMPILE_BACKEND",
     "BlockCheckpoints",
     "DelayedWeights",
     "InitialState",
@@ -93,6 +95,7 @@ __all__ = [
     "activation_offload",
     "as_torch_does",
     "block_checkpoints",
+    "blocks_to_compile",
     "broadcast_initial_weights",
     "cast_as_in_forward",
     "check_added",
@@ -105,7 +108,6 @@ __all__ = [
     "check_split",
     "check_unsharded",
     "checkpoint_blocks",
-    "compile_blocks",
     "compile_forwards",
     "compiled_modules",
     "compiles_weights",

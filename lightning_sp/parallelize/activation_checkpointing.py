@@ -5,6 +5,7 @@
                 and all else are recomputed
     selective   it keeps its input, and the one attention operator with its saved tensors; the rest is recomputed in the backward
     every_<n>   selective in every n-th block, from the first on
+    budget_50   compiled, it keeps its input, the attention operator's results, and half of what else it would: what is dearest for its bytes
     full        it keeps its input alone; the attention's kernels and messages run again
 
 Two more are those of "auto" alone: "full_tiled" is full with MLPs in tiles, and "full_offloaded" so with inputs that leave.
@@ -28,18 +29,21 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.attention.staged import SAVED_OPERATORS
+from lightning_sp.config import budget_percent
 from lightning_sp.errors import SequenceParallelError, text_of
 from lightning_sp.global_view.compiled.front_end import FrontEnd
+from lightning_sp.global_view.compiled.saved import compiled_within, is_random
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
-from lightning_sp.parallelize.memory.memory_prediction import TILED, as_options, of_each_block
+from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, OF_COMPILED, TILED, as_options, of_each_block
 from lightning_sp.parallelize.recomputation import in_the_same_dtype
 from lightning_sp.parallelize.tiled_mlp import MlpTiles
 from lightning_sp.weights.matmuls import KeptResults, is_kept
@@ -64,7 +68,7 @@ class _Block:
 
     def __init__(self, number: int, module: nn.Module) -> None:
         self.number, self.module = number, module
-        # "none", "matmuls", "selective", "full" or "measured".
+        # "none", "matmuls", "budget_<percent>", "selective", "full" or "measured".
         self.how = "none"
 
 
@@ -78,6 +82,7 @@ class BlockCheckpoints:
         offload: takes the inputs of recomputed blocks away between forward and backward; None leaves them in memory.
         graphs: of blocks that are compiled in the global view, whose backward recomputes what a selective one does; None where none is.
         tiles: of the blocks' MLPs, for a policy to switch; None where they stay as they are.
+        backend: of torch.compile, that compiles all blocks by `compile_block` or `graphs`; empty where one does otherwise, or none is compiled.
     """
 
     def __init__(
@@ -89,16 +94,26 @@ class BlockCheckpoints:
         offload: ActivationOffload | None = None,
         graphs: FrontEnd | None = None,
         tiles: MlpTiles | None = None,
+        backend: str = "",
     ) -> None:
         self._states = [_Block(number, without_compilation(block)) for number, block in enumerate(blocks)]
         self.activations = ActivationBytes(len(self._states), tiles)
         self._asked: set[int] = set()
         self._measures = measures
-        self.offload, self.graphs, self.tiles = offload, graphs, tiles
+        self.offload, self.graphs, self.tiles, self._backend = offload, graphs, tiles, backend
         self.use(policy)
 
     def use(self, policy: str) -> None:
-        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least."""
+        """Follow a policy from the next forward on; blocks whose model asked for checkpoints are selective at least.
+
+        Raises:
+            SequenceParallelError: a budget of blocks that the strategy did not compile.
+        """
+        if budget_percent(policy) is not None and not self._backend:
+            raise SequenceParallelError(
+                f"activation_checkpointing={policy!r}: you have compiled blocks of this model yourself, and what their graphs save is decided "
+                "there; leave that to compile=True, or use activation_checkpointing='every_2' or 'selective'"
+            )
         self.policy = policy
         if policy == "auto":
             policy = "measured" if self._measures else "none"
@@ -107,12 +122,22 @@ class BlockCheckpoints:
         if self.offload is not None and self.offload.waits:
             self.offload.is_on = policy == "full_offloaded"
         for state, how in zip(self._states, of_each_block(policy, len(self._states)), strict=True):
-            state.how = "selective" if how in ("none", "matmuls") and state.number in self._asked else how
+            keeps_more = how in ("none", "matmuls") or budget_percent(how) is not None
+            state.how = "selective" if keeps_more and state.number in self._asked else how
 
     @property
     def blocks(self) -> list[nn.Module]:
         """The blocks, in their order."""
         return [each.module for each in self._states]
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """The policies that "auto" chooses among, the cheapest in time first."""
+        return OF_COMPILED if self._backend else CANDIDATES
+
+    def compile_block(self, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a block's graph by the backend, for the policy in use: as `torch.compile` wants it of a function."""
+        return compiled_within(self.policy, self._backend, graph, inputs)
 
     @property
     def of_block(self) -> list[str]:
@@ -166,9 +191,12 @@ def checkpoint_blocks(
     offload: ActivationOffload | None = None,
     graphs: FrontEnd | None = None,
     tiles: MlpTiles | None = None,
+    backend: str = "",
 ) -> BlockCheckpoints:
     """Make each block recompute itself as a policy says. The module tree and every name stay as they were. As `BlockCheckpoints`."""
-    checkpoints = BlockCheckpoints(blocks, policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles)
+    checkpoints = BlockCheckpoints(
+        blocks, policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles, backend=backend
+    )
     for state in checkpoints._states:
         # On the instance: a wrapper module would put its own name into every parameter's.
         block = state.module
@@ -254,6 +282,9 @@ def _checkpointed(
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     forward = in_the_same_dtype(forward)
     recomputed = partial(checkpoint, use_reentrant=False)
+    if how.startswith("budget"):
+        # What the compiler left runs as it is written: there is no graph whose parts are weighed.
+        how = "budget" if torch.compiler.is_compiling() else "selective"
     if how in _CONTEXTS:
         recomputed = partial(recomputed, context_fn=_CONTEXTS[how])
     if how == "matmuls" and not torch.compiler.is_compiling():  # whose graphs write to nothing
@@ -272,10 +303,16 @@ def _saves_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_kept(operator, args) else _saves(context, operator)
 
 
+def _saves_within_budget(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = _saves(context, operator) is CheckpointPolicy.MUST_SAVE or is_random(operator)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_SAVE
+
+
 # Module-level partials: under torch.compile the context function must be one.
 _CONTEXTS = {
     "selective": partial(create_selective_checkpoint_contexts, _saves),
     "matmuls": partial(create_selective_checkpoint_contexts, _saves_matmuls),
+    "budget": partial(create_selective_checkpoint_contexts, _saves_within_budget),
 }
 
 

@@ -18,8 +18,8 @@ from lightning_sp.global_view.compiled.front_end import FrontEnd, front_end
 
 # The torch that is known to capture tensors of the sequence.
 OLDEST = (2, 13)
-# What makes code of blocks in the global view.
-BACKEND = "inductor"
+# What makes code of blocks.
+COMPILE_BACKEND = "inductor"
 # Their files hold compiled functions that no step of a user's calls unless a module of theirs does.
 _NOT_SEARCHED = {"torch", "builtins", "abc", "typing", "lightning", "lightning_sp", "transformers", "torchmetrics"}
 
@@ -73,30 +73,23 @@ def run_as_written(root: nn.Module, *, with_functions: bool) -> Iterator[int]:
                 each.forward = forward
 
 
-def compile_blocks(root: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """Compile each block in place, but for those that the user compiled, in part or within something larger; return how many it leaves."""
-    left = _not_compiled(root, blocks)
-    for block in left:
-        block.compile()
-    return len(blocks) - len(left)
+def blocks_to_compile(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks of a model but those that the user compiled, in part or within something larger."""
+    found = {part for module in compiled_modules(root) for part in module.modules()}
+    return [block for block in blocks if found.isdisjoint(block.modules())]
 
 
-def compile_forwards(root: nn.Module, blocks: Sequence[nn.Module]) -> tuple[int, FrontEnd]:
-    """Compile each block's forward for tensors of the sequence, within its hooks and checkpoints; return how many it leaves, and what does."""
+def compile_forwards(blocks: Sequence[nn.Module]) -> FrontEnd:
+    """Compile each block's forward for tensors of the sequence, within its hooks and checkpoints; return what does."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST:
         raise SequenceParallelError(
             f"compile=True with global_view=True on torch {torch.__version__}: needs torch {OLDEST[0]}.{OLDEST[1]}, whose torch.compile takes "
             "tensors that show whole sequences; leave compile out, or global_view"
         )
-    left, graphs = _not_compiled(root, blocks), front_end(BACKEND)
-    for block in left:
+    graphs = front_end(COMPILE_BACKEND)
+    for block in blocks:
         block.forward = graphs.compiled(block.forward)
-    return len(blocks) - len(left), graphs
-
-
-def _not_compiled(root: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
-    found = {part for module in compiled_modules(root) for part in module.modules()}
-    return [block for block in blocks if found.isdisjoint(block.modules())]
+    return graphs
 
 
 def _own_classes(root: nn.Module) -> set[type]:

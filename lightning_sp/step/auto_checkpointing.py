@@ -21,7 +21,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.output_head.chunked_head import chunk_bytes
 from lightning_sp.parallelize import BlockCheckpoints, block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import budget_bytes
-from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, GIB, Moment, cheapest_policy, moments
+from lightning_sp.parallelize.memory.memory_prediction import GIB, Moment, cheapest_policy, moments
 from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes, vocabulary_of
 from lightning_sp.step.runner import StepRunner
 
@@ -64,18 +64,19 @@ class AutoCheckpointing:
         step = measured or step_of_shapes(module, checkpoints.blocks, trainer.precision, checkpoints.tiles)
         step = step.offering(tiles=checkpoints.can_tile(runner.context.global_view), horizon=checkpoints.horizon)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
-        own = [each for policy in CANDIDATES for each in moments(policy, step, model)]
+        candidates = checkpoints.candidates
+        own = [each for policy in candidates for each in moments(policy, step, model)]
         numbers = [-budget, batch.local_tokens, *(number for each in own for number in (each.fixed, each.per_token))]
         budget, tokens, *numbers = comm.largest(torch.tensor(numbers), runner.groups.world).tolist()
         of_all = [Moment(fixed=a, per_token=b) for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-        num = len(of_all) // len(CANDIDATES)
+        num = len(of_all) // len(candidates)
         policies = [of_all[first : first + num] for first in range(0, len(of_all), num)]
         budget, peaks = -budget, [max(each.at(tokens) for each in policy) for policy in policies]
-        policy = cheapest_policy(peaks, budget)
+        policy = cheapest_policy(candidates, peaks, budget)
         if policy is None:
             self._nothing_fits(peaks, budget, tokens, checkpoints)
-            policy = CANDIDATES[peaks.index(min(peaks))]
-        chosen, before = CANDIDATES.index(policy), checkpoints.policy
+            policy = candidates[peaks.index(min(peaks))]
+        chosen, before = candidates.index(policy), checkpoints.policy
         self.most_tokens = max(
             tokens, min((budget - each.fixed) // max(1, each.per_token) for each in policies[chosen])
         )
@@ -91,7 +92,7 @@ class AutoCheckpointing:
 
     def _nothing_fits(self, peaks: Sequence[int], budget: int, tokens: int, checkpoints: BlockCheckpoints) -> None:
         least = min(peaks)
-        options = checkpoints.as_options(CANDIDATES[peaks.index(least)])
+        options = checkpoints.as_options(checkpoints.candidates[peaks.index(least)])
         message = (
             f"{tokens:,} tokens of a rank are predicted to need {least / GIB:.2f} GiB at least, with "
             f"{', '.join(f'{name}={value!r}' for name, value in options.items())}, of a budget of {budget / GIB:.2f} "

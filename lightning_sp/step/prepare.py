@@ -41,16 +41,17 @@ from lightning_sp.mesh import (
     tensor_axis,
 )
 from lightning_sp.parallelize import (
+    COMPILE_BACKEND,
     DelayedWeights,
     InitialState,
     MlpTiles,
     ParameterLayout,
     block_checkpoints,
+    blocks_to_compile,
     broadcast_initial_weights,
     cast_as_in_forward,
     check_layout,
     checkpoint_blocks,
-    compile_blocks,
     compile_forwards,
     compiled_modules,
     compiles_weights,
@@ -172,13 +173,17 @@ def _checkpoint_and_compile(
     waits = config.activation_offload == "auto"
     offload = offload_activations(module, config, device, blocks) if measures or not waits else None
     sees_whole = config.global_view is True
-    left, graphs = compile_forwards(module, blocks) if config.compile and sees_whole else (0, None)
-    checkpoint_blocks(
-        module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles
-    )
+    ours = blocks_to_compile(module, blocks) if config.compile else []
+    left = len(blocks) - len(ours) if config.compile else 0
+    graphs = compile_forwards(ours) if config.compile and sees_whole else None
+    backend = COMPILE_BACKEND if config.compile and not left else ""
+    checkpoints = checkpoint_blocks(
+        module, blocks, config.checkpoint_policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles, backend=backend,
+    )  # fmt: skip
     take_over_checkpointing(module)
-    if config.compile and not sees_whole:
-        left = compile_blocks(module, blocks)
+    if not sees_whole:
+        for block in ours:
+            block.compile(backend=checkpoints.compile_block if backend else COMPILE_BACKEND)
     if left:
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
 

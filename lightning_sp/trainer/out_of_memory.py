@@ -18,8 +18,8 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory.memory_prediction import (
-    CANDIDATES,
     GIB,
+    LEAST,
     TILED,
     StepBytes,
     bytes_per_token,
@@ -89,7 +89,7 @@ def explain_out_of_memory(
         gathered=whole.gathered,
         freed_in_backward=0 if _needs_all_gradients(module) else max(0, whole.gradients - largest_unit_bytes(module)),
     )
-    policy = checkpoints.policy if checkpoints.policy in CANDIDATES else "none"
+    policy = checkpoints.policy if checkpoints.policy in checkpoints.candidates else "none"
     left = checkpoints.activations.step or step_of_shapes(
         module, checkpoints.blocks, trainer.precision, checkpoints.tiles
     )
@@ -129,7 +129,7 @@ def remedies(
         held: what stays.
         step: what a step leaves.
         tokens: of this rank.
-        policy: of `CANDIDATES`, that was followed.
+        policy: that was followed.
         config: of the run.
         ranks: that share a sequence.
         world: of all.
@@ -143,8 +143,9 @@ def remedies(
         yield "optimizer_in_backward=True", float(held.freed_in_backward)
     if shard_size < world:
         yield f"shard_size={world} for {shard_size}", held.shards * (1 - shard_size / world)
-    for other in ("selective", "full"):
-        if CANDIDATES.index(other) > CANDIDATES.index(policy):
+    followed = LEAST.index(policy) if policy in LEAST else -1
+    for other in LEAST[followed + 1 :]:
+        if other not in TILED:
             yield f"activation_checkpointing={other!r}", whole - step_bytes(other, step, tokens)
     under_full = whole - step_bytes("full", step, tokens)
     in_tiles = whole - step_bytes("full_tiled", step, tokens)

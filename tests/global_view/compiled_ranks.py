@@ -95,7 +95,7 @@ def fits(
     losses: list[str], length: int, world: int, options: dict[str, Any], backend: str = "aot_eager"
 ) -> list[dict[str, Any]]:
     """Train compiled in the global view: weights, losses, graphs, and what was not compiled."""
-    compilation.BACKEND = backend
+    compilation.COMPILE_BACKEND = backend
     found = []
     for loss in losses:
         start()

@@ -116,6 +116,7 @@ QUICK = dict(preflight=False)
         (2, dict(ring_size=2, **QUICK), ["input_and_target", "mean_pooled"]),
         (2, dict(ulysses_size=2, activation_checkpointing="full"), ["input_and_target"]),
         (2, dict(ulysses_size=2, activation_checkpointing="matmuls", **QUICK), ["input_and_target"]),
+        (2, dict(ulysses_size=2, activation_checkpointing="budget_25", **QUICK), ["input_and_target"]),
         (2, dict(ring_size=2, activation_checkpointing=True, **QUICK), ["shifted_logits"]),
         (4, dict(ulysses_size=2, ring_size=2), ["shifted_logits", "dpo"]),
     ],

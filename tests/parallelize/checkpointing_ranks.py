@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.instruments.traffic import counted
 from lightning_sp.parallelize import block_checkpoints
+from lightning_sp.step import prepare
 from tests.instruments.kernel_calls import kernel_calls
 from tests.instruments.told import told
 from tests.trainer.tiny import MODELS, VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
@@ -94,13 +96,16 @@ def steps(
     strategy: dict[str, Any],
     late: bool = False,
     data: dict[str, Any] | None = None,
+    backend: str = "",
     **options: Any,
 ) -> dict[str, Any]:
     """Fit for a step or more; return losses, gradients, calls of the whole fit, and how the blocks recompute themselves."""
     torch.manual_seed(3)
     module = Counted(BUILDS[build], late)
     trainer = quiet_trainer(world, strategy={"preflight": False, **strategy}, **{"max_steps": 2, **options})
-    with kernel_calls() as kernels, counted() as traffic, told() as lines:
+    compiling = patch.object(prepare, "COMPILE_BACKEND", backend or prepare.COMPILE_BACKEND)
+    torch.compiler.reset()
+    with compiling, kernel_calls() as kernels, counted() as traffic, told() as lines:
         trainer.fit(module, DataLoader(TokenDataset(**(data or {"size": 4})), batch_size=2))
     return {
         "losses": module.losses,

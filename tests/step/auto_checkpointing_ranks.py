@@ -18,7 +18,7 @@ from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes, cheapest_policy
 from lightning_sp.parallelize.memory.model_bytes import step_of_shapes
-from lightning_sp.step import auto_checkpointing
+from lightning_sp.step import auto_checkpointing, prepare
 from tests.instruments.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
@@ -73,17 +73,17 @@ TILED = partial(Llama, LlamaConfig(vocab_size=VOCAB, dim=64, num_layers=3, num_h
 
 
 @contextlib.contextmanager
-def budget_between(policies: tuple[str, str] | None) -> Iterator[None]:
-    """Let all choices but the first find a budget in the middle of what two policies need."""
+def budget_between(policies: tuple[str, str] | None, first: int) -> Iterator[None]:
+    """Let all choices from one on, the second say, find a budget in the middle of what two policies need."""
     if policies is None:
         yield
         return
     looked_at: list[Sequence[int]] = []
 
-    def chosen(peaks: Sequence[int], budget: int) -> str | None:
+    def chosen(candidates: Sequence[str], peaks: Sequence[int], budget: int) -> str | None:
         looked_at.append(peaks)
-        needed = [peaks[CANDIDATES.index(each)] for each in policies]
-        return cheapest_policy(peaks, sum(needed) // 2 if len(looked_at) > 1 else budget)
+        needed = [peaks[candidates.index(each)] for each in policies]
+        return cheapest_policy(candidates, peaks, sum(needed) // 2 if len(looked_at) >= first else budget)
 
     with patch.object(auto_checkpointing, "cheapest_policy", chosen):
         yield
@@ -97,6 +97,8 @@ def budgeted(
     between: tuple[str, str] | None = None,
     build: Any = WIDE,
     precision: Any = "32-true",
+    backend: str = "inductor",
+    first: int = 2,
 ) -> dict[str, Any]:
     """Fit one step for each length.
 
@@ -109,13 +111,16 @@ def budgeted(
         between: policies, for `budget_between`.
         build: makes the model.
         precision: of the Trainer.
+        backend: of what is compiled.
+        first: choice to which `between` applies.
     """
     torch.manual_seed(3)
     module = Followed(build)
     gc.collect()
     trainer = quiet_trainer(world, strategy=strategy, precision=precision)
     answer: dict[str, Any] = {"error": ""}
-    with told() as lines, machine_of(machine_mib), budget_between(between):
+    compiling = patch.object(prepare, "COMPILE_BACKEND", backend)
+    with told() as lines, machine_of(machine_mib), budget_between(between, first), compiling:
         try:
             trainer.fit(module, DataLoader(Rows(lengths), batch_size=1))
         except SequenceParallelError as error:

@@ -83,6 +83,24 @@ def test_where_full_does_not_fit_mlps_run_in_tiles_and_then_inputs_leave(pools, 
             assert f"{said}, activation_offload=disk from this step on" in leaving["told"][0]
 
 
+def test_compiled_blocks_keep_what_is_dearest_of_what_fits(pools):
+    common = dict(world=2, lengths=[256], build=ranks.TILED, precision="64-true", backend="aot_eager", first=1)
+    off = dict(**LAYOUT, preflight=False)
+    cases = [
+        dict(**common, strategy=dict(**off, activation_checkpointing="none")),
+        dict(**common, strategy=dict(**off, compile=True), between=("none", "budget_75")),
+        dict(**common, strategy=dict(**off, compile=True), between=("budget_50", "budget_25")),
+        dict(**common, strategy=dict(**off, compile=True), between=("budget_25", "selective")),
+    ]
+    for number, (plain, *compiled) in enumerate(pools(2).run(ranks.all_budgeted, cases)):
+        for found, policy in zip(compiled, ("budget_75", "budget_25", "selective"), strict=True):
+            assert found["of_blocks"] == [[policy] * 3], found["told"]
+            for ours, theirs in zip(found["grads"], plain["grads"], strict=True):
+                assert_sharded_equals_unsharded([*ours.values()], [*theirs.values()], [*theirs])
+            if number == 0:
+                assert f"activation_checkpointing={policy} from this step on: 128 tokens of a rank" in found["told"][0]
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed"])
 def test_what_is_estimated_of_a_block_is_a_little_more_than_is_measured(pools, precision):
     # Where nothing is measured: on one device, without a preflight, in compiled code.

@@ -23,7 +23,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.global_view.compiled.fallback import running_what_fails
-from lightning_sp.global_view.compiled.local_graph import Backend, LocalGraph
+from lightning_sp.global_view.compiled.local_graph import LocalGraph
+from lightning_sp.global_view.compiled.saved import Backend, compiled_within
 from lightning_sp.global_view.compiled.users_functions import leave_users_functions
 from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
 
@@ -54,10 +55,7 @@ class FrontEnd:
         """Return what runs a graph that Dynamo captured."""
         if any(isinstance(each, GlobalTensor) for each in example_inputs):
             return LocalGraph(graph, self._backend, self)
-        backend = self._backend
-        found: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
-        made: Callable[..., Any] = found(graph, example_inputs)
-        return made
+        return compiled_within("", self._backend, graph, example_inputs)
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that does the same, compiled; of tensors that are none of the sequence, as torch does it."""
@@ -83,7 +81,7 @@ class FrontEnd:
     @contextmanager
     def recomputing(self, how: str) -> Iterator[None]:
         """Let graphs that run meanwhile compute again in their backward what they need: "full" all of it, "selective" not the attention,
-        "matmuls" neither that nor products of matrices."""
+        "matmuls" neither that nor products of matrices, "budget_<percent>" neither that nor what is dearest."""
         before, self._recomputes = self._recomputes, how
         try:
             yield

@@ -11,9 +11,10 @@ What cannot be traced so runs function by function under the same rules, as with
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -23,15 +24,13 @@ from torch.fx import GraphModule, Interpreter, Node
 from lightning_sp.global_view.calls.taken_tokens import VIEWS, TakenTokens
 from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
-from lightning_sp.global_view.compiled.saved import recomputed
+from lightning_sp.global_view.compiled.saved import Backend, compiled_within, recomputed
 from lightning_sp.global_view.compiled.written_nodes import written_nodes
 from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numbers
 from lightning_sp.global_view.rules.attention.written_attention import Scores
 from lightning_sp.global_view.tensors.placement import Placement, Storage
 from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor, SequenceTensor
 from lightning_sp.global_view.tensors.traced import without_step
-
-Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +48,7 @@ class Run(Protocol):
 
     @property
     def recomputes(self) -> str:
-        """What the backward computes again: "full", "selective", "matmuls", or empty for what the backend chooses."""
+        """What the backward computes again: "full", "selective", "budget_<percent>", "matmuls", or empty for what the backend chooses."""
 
     def buffers(self) -> set[int]:
         """Return the ids of the buffers of the module that runs."""
@@ -191,7 +190,7 @@ class _Variant:
         own = types.FunctionType(
             entry.__code__.replace(co_name="local_graph"), entry.__globals__, "local_graph", None, entry.__closure__
         )
-        self._run = torch.compile(own, backend=backend, fullgraph=True)
+        self._run = torch.compile(own, backend=partial(compiled_within, recomputes, backend), fullgraph=True)
 
     def __call__(self, args: Sequence[Any], masks: Sequence[Tensor]) -> Any:
         """Run it."""

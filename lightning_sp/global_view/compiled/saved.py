@@ -1,35 +1,73 @@
 """What a graph saves for its backward where blocks are recomputed.
 
     matmuls     the attention's operator, what ranks sent and products of matrices; the rest is computed again
+    budget_50   the attention's operator, what ranks sent, and half of the bytes of what else it would: what costs the most to compute again
     selective   the attention's operator and what ranks sent
     full        its inputs alone
 
-Told to the partitioner of forward and backward by torch's own tags, which its selective checkpoints leave on the nodes that they trace.
+Told to the partitioner of forward and backward by torch's own tags, which its selective checkpoints leave on the nodes that they trace, and
+by its `activation_memory_budget`: a knapsack of the operations of each result and of its bytes, at the length that is compiled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
+import torch
+from torch._functorch import config as functorch
+from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op
+from lightning_sp.config import budget_percent
 from lightning_sp.weights.matmuls import is_kept
 
 _SAVED = tuple(each._opoverload for each in (attention_op, all_reduce_op, all_gather_op, all_to_all_op))
 _numbers = count()
 
+Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
+
 
 def recomputed(how: str) -> AbstractContextManager[Any]:
-    """Tag what is traced while this is entered. Args: "matmuls", "selective" or "full"."""
+    """Tag what is traced while this is entered. Args: "matmuls", "budget_<percent>", "selective" or "full"."""
     contexts: Any = create_selective_checkpoint_contexts
-    forward, _ = contexts(_POLICIES[how])
+    forward, _ = contexts(_POLICIES.get(how, _within_budget))
     forward.ac_graph_id = next(_numbers)
     entered: AbstractContextManager[Any] = forward
     return entered
+
+
+def compiled_within(how: str, backend: str | Backend, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a backend's code of a graph that saves for its backward what a policy allows.
+
+    Args:
+        how: the policy; empty for what the backend chooses. All but "budget_<percent>" is told by tags alone.
+        backend: the name of one of torch's, or a function.
+        graph: of torch's functions.
+        inputs: of the graph.
+    """
+    found: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
+    made: Callable[..., Any]
+    if (percent := budget_percent(how)) is None:
+        made = found(graph, inputs)
+        return made
+    with functorch.patch(activation_memory_budget=percent / 100):
+        made = found(graph, inputs)
+    return made
+
+
+def is_random(operator: Any) -> bool:
+    """Return whether an operator draws numbers: to compute it again by the partitioner's choice would draw others."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def _within_budget(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    saved = operator in _SAVED or is_random(operator)
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_SAVE
 
 
 def _matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -28,10 +28,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_sp.config import every_nth
+from lightning_sp.config import budget_percent, every_nth
 
 # The cheapest in time first. Those between "none" and "selective" recompute a part of the blocks.
 CANDIDATES = ("none", "every_4", "every_2", "selective", "full", "full_tiled", "full_offloaded")
+# Of them, those under which all blocks recompute themselves.
+LEAST = CANDIDATES[3:]
+# Those of compiled blocks: of each the part that costs the least for its bytes, by the compiler. The first is as fast as "none", and smaller.
+OF_COMPILED = ("none", "budget_75", "budget_50", "budget_25", "selective", "full")
 # Of them, those with MLPs in tiles, as far as a model has MLPs that can be.
 TILED = ("full_tiled", "full_offloaded")
 GIB = 2**30
@@ -62,7 +66,10 @@ class BlockBytes:
     tile: int = 0
 
     def under(self, how: str) -> int:
-        """Return what it keeps: "none", "selective" or "full"."""
+        """Return what it keeps: "none", "budget_<percent>", "selective" or "full"."""
+        if (percent := budget_percent(how)) is not None:
+            # The attention's results are kept beside the budget, which is of all but the inputs.
+            return min(self.kept, self.inputs + self.attention + math.ceil((self.kept - self.inputs) * percent / 100))
         return {"none": self.kept, "selective": self.inputs + self.attention, "full": self.inputs}[how]
 
     def computed(self, policy: str) -> int:
@@ -140,7 +147,7 @@ class Moment:
 
 
 def of_each_block(policy: str, num_blocks: int) -> list[str]:
-    """Return how each block recomputes itself under a policy: "none", "selective" or "full"."""
+    """Return how each block recomputes itself under a policy: "none", "budget_<percent>", "selective" or "full"."""
     every = every_nth(policy)
     if every is None:
         return ["full" if policy in TILED else policy] * num_blocks
@@ -152,7 +159,7 @@ def _run_blocks(policy: str, step: StepBytes) -> list[tuple[BlockBytes, str]]:
 
 
 def as_options(policy: str, *, tiles: bool, tier: str) -> dict[str, str]:
-    """Return the options by which a user asks for a policy of `CANDIDATES`.
+    """Return the options by which a user asks for a policy of `CANDIDATES` or `OF_COMPILED`.
 
     Args:
         policy: of them.
@@ -229,9 +236,9 @@ def peak_bytes(policy: str, step: StepBytes, model: ModelBytes, tokens: int) -> 
     return max(moment.at(tokens) for moment in moments(policy, step, model))
 
 
-def cheapest_policy(peaks: Sequence[int], budget: int) -> str | None:
-    """Return the first of `CANDIDATES` whose peak fits the budget; None where none does."""
-    return next((policy for policy, peak in zip(CANDIDATES, peaks, strict=True) if peak <= budget), None)
+def cheapest_policy(candidates: Sequence[str], peaks: Sequence[int], budget: int) -> str | None:
+    """Return the first of some policies whose peak fits the budget; None where none does."""
+    return next((policy for policy, peak in zip(candidates, peaks, strict=True) if peak <= budget), None)
 
 
 def estimated_step(

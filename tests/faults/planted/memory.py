@@ -13,6 +13,7 @@ ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_redu
 FLOAT8 = "tests/trainer/test_float8.py"
 BYTES = "tests/parallelize/memory/test_activation_bytes.py"
 CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
+BUDGETS = "tests/parallelize/test_compiled_budgets.py"
 STAGED = "tests/rewrite/test_staged_heads.py"
 STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
 
@@ -287,6 +288,34 @@ MEMORY = (
         "        if self._number >= len(self._calls) or self._calls[self._number] != (operator, shapes):\n",
         "        if False:\n",
         f"{CHECKPOINTS}::test_a_block_that_runs_other_products_when_it_is_recomputed_is_refused_by_name",
+    ),
+    fault(
+        "a budget that the partitioner is not told",
+        "global_view/compiled/saved.py",
+        "activation_memory_budget=percent / 100",
+        "activation_memory_budget=1.0",
+        f"{BUDGETS}::test_what_is_dearest_for_its_bytes_is_kept_longest",
+    ),
+    fault(
+        "random numbers that are drawn again, for their bytes are many",
+        "global_view/compiled/saved.py",
+        "    return torch.Tag.nondeterministic_seeded in operator.tags\n",
+        "    return False\n",
+        f"{BUDGETS}::test_what_is_random_is_kept_whatever_the_budget",
+    ),
+    fault(
+        "an attention that a budget lets compute again",
+        "parallelize/activation_checkpointing.py",
+        "    saved = _saves(context, operator) is CheckpointPolicy.MUST_SAVE or is_random(operator)\n",
+        "    saved = is_random(operator)\n",
+        f"{BUDGETS}::test_ranks_train_as_without_and_repeat_neither_attention_nor_messages",
+    ),
+    fault(
+        "budgets of blocks that no compiler of ours has",
+        "parallelize/activation_checkpointing.py",
+        "        return OF_COMPILED if self._backend else CANDIDATES\n",
+        "        return OF_COMPILED\n",
+        "tests/step/test_auto_checkpointing.py::test_a_longer_batch_recomputes_and_a_line_says_so",
     ),
     fault(
         "a model's own checkpointing beside the strategy's",

@@ -132,7 +132,7 @@ def test_what_is_not_at_hand_is_predicted_to_gain_nothing_and_is_never_taken():
         assert (tiled == full) == (not tiles)
         assert (offloaded == tiled) == (not horizon)
         peaks = [peak_bytes(policy, step, NOTHING, 100) for policy in CANDIDATES]
-        chosen = {cheapest_policy(peaks, budget) for budget in range(0, 100_000, 50)}
+        chosen = {cheapest_policy(CANDIDATES, peaks, budget) for budget in range(0, 100_000, 50)}
         assert ("full_tiled" in chosen, "full_offloaded" in chosen) == (tiles, bool(horizon))
     one = AT_HAND.offering(tiles=[False] * 7 + [True], horizon=0)
     assert bytes_per_token("full_tiled", one) == bytes_per_token("full", one)  # the largest of the others
@@ -145,7 +145,9 @@ def test_what_is_not_at_hand_is_predicted_to_gain_nothing_and_is_never_taken():
     ],
 )  # fmt: skip
 def test_behind_full_come_tiles_and_then_inputs_that_leave(budget, policy):
-    assert cheapest_policy([peak_bytes(each, AT_HAND, NOTHING, 100) for each in CANDIDATES], budget) == policy
+    assert (
+        cheapest_policy(CANDIDATES, [peak_bytes(each, AT_HAND, NOTHING, 100) for each in CANDIDATES], budget) == policy
+    )
 
 
 def test_a_policy_of_auto_is_said_by_the_options_of_its_user():
@@ -168,7 +170,7 @@ def test_a_policy_of_auto_is_said_by_the_options_of_its_user():
 def test_the_cheapest_policy_that_fits_is_chosen(budget, policy):
     model = ModelBytes(base=0, gradients=0, optimizer=0, gathered=0)
     peaks = [peak_bytes(each, STEP, model, 10) for each in CANDIDATES]
-    assert cheapest_policy(peaks, budget) == policy
+    assert cheapest_policy(CANDIDATES, peaks, budget) == policy
 
 
 def test_what_is_estimated_of_a_llama_is_more_than_was_measured():

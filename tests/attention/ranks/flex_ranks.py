@@ -15,6 +15,7 @@ from tests.attention.ranks.attention_ranks import law_case
 
 def flex_law(cases: list[dict[str, Any]]) -> tuple[list[Any], int]:
     """Return the law's cases by FlexAttention, which torch computes densely here, and how often it was called."""
+    torch.compiler.reset()  # of what other tests compiled in these ranks: there is a most for one function
     compiled, num_calls = torch.compile(flex.flex_attention, backend="eager", dynamic=True, fullgraph=True), 0
 
     def counted() -> Any:

@@ -54,6 +54,7 @@ from lightning_sp.trainer.logged_numbers.agreed_numbers import watch_numbers
 from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.optimizer_in_backward import OptimizerInBackward, step_in_backward
+from lightning_sp.trainer.optimizers.state_of_weights import show_states_by_weight
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
 from lightning_sp.trainer.processes.preemption import save_when_preempted, set_exit_code, superseded
@@ -230,6 +231,7 @@ class ShardedModelStrategy(ProcessStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         step_whole_where_needed(self.optimizers, self._groups.world)
+        show_states_by_weight(self.optimizers, self._module)
         if self.config.optimizer_in_backward:
             self._in_backward = step_in_backward(self.optimizers, self._module, self.root_device, self._groups.world)
 

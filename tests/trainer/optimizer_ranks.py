@@ -62,13 +62,18 @@ def made(name: str, parameters: Any) -> Any:
 class Module(Plain):
     """Trains by an optimizer of choice, with a schedule."""
 
-    def __init__(self, name: str, manual: bool = False) -> None:
+    def __init__(self, name: str, manual: bool = False, reads_states: bool = False) -> None:
         # Without biases: the gradient of an attention key's bias is rounding alone, which Adafactor would make a step of.
         super().__init__(tiny_llama)
-        self.name, self.automatic_optimization = name, not manual
+        self.name, self.automatic_optimization, self.reads_states = name, not manual, reads_states
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
+        if self.reads_states:  # behind the forward, where the head is whole, and a block's weight is not
+            states = self.optimizers().state
+            weights = self.model.head.weight, self.model.layers[0].feed_forward.down.weight
+            loss = loss * (1 + sum(float(states[each]["exp_avg"].abs().sum()) for each in weights if each in states))
+            assert [states.get(each) is None for each in weights] == [each not in states for each in weights]
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -96,6 +101,7 @@ def fit(
     manual: bool = False,
     save: str = "",
     resume: str = "",
+    reads_states: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Fit with an optimizer; return the weights and what was said.
@@ -107,10 +113,11 @@ def fit(
         manual: step it by hand.
         save: path of a checkpoint at the end.
         resume: path of one to begin with.
+        reads_states: scale each loss by what the optimizer has of two weights.
         options: of the Trainer.
     """
     torch.manual_seed(0)
-    module = Module(name, manual)
+    module = Module(name, manual, reads_states)
     loader = DataLoader(TokenDataset(6), batch_size=2 // (strategy or {}).get("data_parallel_size", 1))
     trainer = quiet_trainer(world, strategy=strategy, **{"max_epochs": 1, **options})
     with warnings.catch_warnings(record=True) as caught:

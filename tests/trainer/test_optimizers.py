@@ -60,6 +60,24 @@ def test_by_hand_and_resumed(pools, tmp_path):
         same(answer, one, "resumed")
 
 
+def test_a_step_finds_the_states_of_the_weights_that_it_sees(pools, tmp_path):
+    common = dict(name="AdamW", reads_states=True)
+    [alone, plain] = pools(1).run(ranks.fits, [dict(**common, max_epochs=2), dict(name="AdamW", max_epochs=2)])[0]
+    # Most of a state is that of the first steps, and resumed it is loaded anew.
+    assert max(max_error(alone["weights"][name], weight) for name, weight in plain["weights"].items()) > 1e-6
+    sharded = dict(**common, world=2, strategy=LAYOUTS[0][1])
+    path = str(tmp_path / "half")
+    pools(2).run(ranks.fits, [dict(**sharded, save=path)])
+    cases = [
+        dict(**sharded, max_epochs=2),
+        dict(**sharded, resume=path, max_epochs=2),
+        dict(**common, world=2, strategy=dict(ulysses_size=2, preflight=False, reshard_after_forward=False), max_epochs=2),
+    ]  # fmt: skip
+    for answers in pools(2).run(ranks.fits, cases):
+        for answer in answers:
+            same(answer, alone, "states")
+
+
 def test_which_optimizers_step_shards(pools):
     elementwise = sorted(each.__name__ for each in ELEMENTWISE)
     for *found, of_shards, wrapper in pools(2).run(ranks.verdicts, [*elementwise, "norm of shards", "wrapper"]):

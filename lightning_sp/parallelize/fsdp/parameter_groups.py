@@ -27,6 +27,12 @@ def whole_parameters(root: nn.Module) -> list[nn.Parameter]:
     return [each._unsharded_param for each in known if hasattr(each, "_unsharded_param")]
 
 
+def sharded_parameter(root: nn.Module, whole: torch.Tensor) -> nn.Parameter | None:
+    """Return the shard of a parameter that a module shows while its unit is gathered; None for any other tensor."""
+    known = (each for group in parameter_groups(fsdp_modules(root)) for each in group.fsdp_params)
+    return next((each.sharded_param for each in known if getattr(each, "_unsharded_param", None) is whole), None)
+
+
 def is_freed_after_forward(unit: FSDPModule) -> bool:
     """Return whether a unit's whole parameters are freed when its forward ends, and not only after its backward."""
     return any(group._reshard_after_forward for group in parameter_groups([unit]))

@@ -247,6 +247,20 @@ PREFLIGHT = (
         "tests/trainer/test_optimizers.py::test_one_that_cannot_be_tried_is_said_to_be_so",
     ),
     fault(
+        "an empty state of a weight that is whole",
+        "trainer/optimizers/state_of_weights.py",
+        "        return super().__missing__(key) if shard is None else self[shard]\n",
+        "        return super().__missing__(key)\n",
+        "tests/trainer/test_optimizers.py::test_a_step_finds_the_states_of_the_weights_that_it_sees",
+    ),
+    fault(
+        "states by the weights, until they are loaded",
+        "trainer/optimizers/state_of_weights.py",
+        "    if type(optimizer.state) is defaultdict:\n",
+        "    if False:\n",
+        "tests/trainer/test_optimizers.py::test_a_step_finds_the_states_of_the_weights_that_it_sees",
+    ),
+    fault(
         "a whole step whose states stay whole",
         "trainer/optimizers/whole_steps.py",
         "self._rename_states(parameters, sharded_like)",

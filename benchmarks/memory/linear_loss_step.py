@@ -30,7 +30,7 @@ VOCABULARY, STEPS = 32000, 3
 SHORT = 256
 
 
-class Tokens(Dataset):
+class Tokens(Dataset[dict[str, torch.Tensor]]):
     """Random tokens; the time of a step does not depend on which."""
 
     def __init__(self, length: int) -> None:

@@ -38,7 +38,7 @@ from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.config import budget_percent
 from lightning_sp.errors import SequenceParallelError, text_of
 from lightning_sp.global_view.compiled.front_end import FrontEnd
-from lightning_sp.global_view.compiled.saved import compiled_within, is_random
+from lightning_sp.global_view.compiled.saved import compiled_within, is_random, is_traced
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
@@ -282,13 +282,10 @@ def _checkpointed(
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
     forward = in_the_same_dtype(forward)
     recomputed = partial(checkpoint, use_reentrant=False)
-    if how.startswith("budget"):
-        # What the compiler left runs as it is written: there is no graph whose parts are weighed.
-        how = "budget" if torch.compiler.is_compiling() else "selective"
-    if how in _CONTEXTS:
-        recomputed = partial(recomputed, context_fn=_CONTEXTS[how])
     if how == "matmuls" and not torch.compiler.is_compiling():  # whose graphs write to nothing
         recomputed = partial(_with_results_as_they_were, block.module)
+    elif (name := "budget" if how.startswith("budget") else how) in _CONTEXTS:
+        recomputed = partial(recomputed, context_fn=_CONTEXTS[name])
     if (offload := checkpoints.offload) is None or not offload.is_on:
         return recomputed(forward, *args, **kwargs)
     return offload.run(recomputed, forward, args, kwargs)
@@ -303,7 +300,13 @@ def _saves_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     return CheckpointPolicy.MUST_SAVE if is_kept(operator, args) else _saves(context, operator)
 
 
+def _saves_matmuls_of_graph(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return _saves_matmuls(context, operator, *args) if is_traced() else _saves(context, operator)
+
+
 def _saves_within_budget(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if not is_traced():
+        return _saves(context, operator)
     saved = _saves(context, operator) is CheckpointPolicy.MUST_SAVE or is_random(operator)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_SAVE
 
@@ -311,9 +314,13 @@ def _saves_within_budget(context: Any, operator: Any, *args: Any, **kwargs: Any)
 # Module-level partials: under torch.compile the context function must be one.
 _CONTEXTS = {
     "selective": partial(create_selective_checkpoint_contexts, _saves),
-    "matmuls": partial(create_selective_checkpoint_contexts, _saves_matmuls),
+    # A compiler that leaves a block half way has taken this one, and runs it as it is written: there it is selective.
+    "matmuls": partial(create_selective_checkpoint_contexts, _saves_matmuls_of_graph),
     "budget": partial(create_selective_checkpoint_contexts, _saves_within_budget),
 }
+
+
+_OF_WRITTEN_BLOCKS = partial(create_selective_checkpoint_contexts, _saves_matmuls)
 
 
 def _with_results_as_they_were(block: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -324,7 +331,7 @@ def _with_results_as_they_were(block: nn.Module, forward: Callable[..., Any], /,
         with kept:
             return forward(*args, **kwargs)
 
-    output = checkpoint(noted, *args, use_reentrant=False, context_fn=_CONTEXTS["matmuls"], **kwargs)
+    output = checkpoint(noted, *args, use_reentrant=False, context_fn=_OF_WRITTEN_BLOCKS, **kwargs)
     if kept.is_written:
         raise SequenceParallelError(
             f"activation_checkpointing='matmuls': {type(block).__name__} writes in place to what a linear layer or another matrix product gave, "

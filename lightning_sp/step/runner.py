@@ -36,6 +36,7 @@ from lightning_sp.parallelize import (
     measured_step,
     optional_units,
     refuses_measuring,
+    refuses_own_steps,
     reshard,
     run_with_whole_parameters,
     used_parameters,
@@ -168,7 +169,8 @@ class StepRunner:
             self._gather_optional()
         by_hand = not getattr(self.module, "automatic_optimization", True)
         measured = measured_step(self.module, batch.local_tokens)
-        with self._counted(step), self._root_unit.used_again() if by_hand else nullcontext(), measured:
+        optimized = self._root_unit.used_again() if by_hand else refuses_own_steps(self.module)
+        with self._counted(step), optimized, measured:
             output = self._run(run)
         self._root_unit.keep_written()
         if self._read_ahead(self.module):

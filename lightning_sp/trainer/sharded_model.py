@@ -40,6 +40,7 @@ from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.parallelize import (
     MetaDevice,
+    check_optimized,
     recorded,
     reshard,
     take_over_checkpointing,
@@ -231,9 +232,13 @@ class ShardedModelStrategy(ProcessStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         step_whole_where_needed(self.optimizers, self._groups.world)
-        show_states_by_weight(self.optimizers, self._module)
         if self.config.optimizer_in_backward:
             self._in_backward = step_in_backward(self.optimizers, self._module, self.root_device, self._groups.world)
+
+    def _check_optimizers(self) -> None:
+        """Check what the run's optimizers step before each batch, and let its step find their states."""
+        check_optimized(self._module, self.optimizers)
+        show_states_by_weight(self.optimizers, self._module)
 
     @override
     def on_train_start(self) -> None:

@@ -109,18 +109,42 @@ def test_blocks_that_the_user_compiled_are_refused_a_budget():
         checkpoint_blocks(nn.Sequential(*blocks), blocks, "budget_50")
 
 
-def test_what_the_compiler_leaves_recomputes_itself_selectively():
-    torch.manual_seed(3)
-    block, x = Mlp(0.0), torch.randn(1, TOKENS, WIDTH)
-    out = block(x)
-    out.sum().backward()
-    expected = block.up.weight.grad
-    block.zero_grad()
-    checkpoint_blocks(nn.Sequential(block), [block], "budget_50", backend="aot_eager", measures=False)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        found = block(x)
-    found.sum().backward()
-    assert torch.equal(found, out)
-    assert torch.equal(block.up.weight.grad, expected)
-    assert not [each for each in saved if each.shape[-1] == WIDE and each.shape[-2] == TOKENS]
+class Broken(Mlp):
+    """A block that torch.compile leaves half way, and that writes in place to what products gave."""
+
+    def forward(self, x):
+        wide = self.up(x)
+        wide += x.repeat(1, 1, WIDE // WIDTH)
+        print(end="")
+        narrow = self.down(self.dropout(torch.sin(wide)))
+        narrow *= 2
+        return x + torch.sin(narrow)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("policy", ["budget_50", "budget_1", "matmuls", "selective"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_what_the_compiler_leaves_recomputes_itself_selectively(policy, dropout):
+    """From its second call on it takes what was decided before the place at which it leaves."""
+    found = []
+    for each in ("none", policy):
+        torch.compiler.reset()
+        torch.manual_seed(3)
+        blocks, kept = [Broken(dropout), Broken(dropout)], []
+        model = nn.Sequential(*blocks)
+        for block in blocks if each != "none" else ():  # which is compared as it is written
+            checkpoints = checkpoint_blocks(model, [block], each, backend="aot_eager", measures=False)
+            block.compile(backend=checkpoints.compile_block)
+        x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)
+        for _ in range(3):
+            kept.clear()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # noqa: B023
+                out = model(x)
+            out.sum().backward()
+        wide = [t for t in kept if t.shape[-1] == WIDE and t.numel() == TOKENS * WIDE]
+        found.append((out.detach(), [x.grad, *(p.grad for p in model.parameters())], len(wide)))
+    (out, grads, plain), (again, grads_again, checkpointed) = found
+    assert torch.equal(again, out)
+    assert all(map(torch.equal, grads_again, grads))
+    assert plain > 0
+    assert checkpointed == 0

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp.trainer.optimizers import optimizer_trial
 from lightning_sp.trainer.optimizers.optimizer_trial import Verdict
-from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
+from tests.trainer.tiny import Plain, TokenDataset, _full, plain_trainer, quiet_trainer, tiny_llama
 
 
 class NormOfShards(torch.optim.Optimizer):
@@ -109,7 +109,7 @@ def fit(
     Args:
         name: of `made`.
         world: ranks.
-        strategy: its options; None for plain Lightning.
+        strategy: its options.
         manual: step it by hand.
         save: path of a checkpoint at the end.
         resume: path of one to begin with.
@@ -154,3 +154,31 @@ def verdicts(names: list[str]) -> list[Verdict]:
         for parameter, value in zip(parameters, values, strict=True):
             assert torch.equal(parameter.full_tensor(), value), (name, parameter.full_tensor(), value)
     return found
+
+
+class Rewriting(Module):
+    """Takes out, sets and deletes states by the weights that its step sees, behind the forward, where the head is whole."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        states, weights = self.optimizers().state, (self.model.head.weight, self.model.layers[0].feed_forward.up.weight)
+        for weight in weights if batch_idx else ():
+            if batch_idx == 1:
+                loss = loss * (1 + len(states.pop(weight)) + len(states.pop(weight, "")))
+            else:
+                loss = loss * (1 + len(states.setdefault(weight, {})) + len(states.copy()))
+                if weight is weights[0] and batch_idx == 2:
+                    states[weight] = {name: value * 0 for name, value in states[weight].items()}
+                else:
+                    del states[weight]
+        return loss
+
+
+def rewritten(world: int, strategy: dict[str, Any] | None) -> tuple[list[float], dict[str, Any], int]:
+    """Return the losses, the weights and the number of states of a fit whose steps write to its optimizer's states."""
+    torch.manual_seed(0)
+    module = Rewriting("AdamW")
+    trainer = quiet_trainer(world, strategy=strategy, max_epochs=2) if strategy else plain_trainer(max_epochs=2)
+    trainer.fit(module, DataLoader(TokenDataset(6), batch_size=2))
+    weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
+    return module.losses, weights, len(trainer.optimizers[0].state)

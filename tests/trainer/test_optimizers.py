@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections import defaultdict
+
 import pytest
+import torch
+from lightning_utilities import apply_to_collection
 
 from lightning_sp.testing import max_error
 from lightning_sp.trainer.optimizers.optimizer_trial import ELEMENTWISE, Verdict
+from lightning_sp.trainer.optimizers.state_of_weights import StatesOfShards
 from tests.trainer import optimizer_ranks as ranks
 from tests.trainer import toggle_ranks
 
@@ -14,6 +21,8 @@ LAYOUTS = [(2, dict(ring_size=2, preflight=False)), (4, dict(data_parallel_size=
 # Of four ranks one that says why it steps whole weights, and one that a trial finds out.
 OF_FOUR = ["Adafactor", "norm of shards"]
 OPTIONS = dict(gradient_clip_val=0.5)
+# All weights are whole behind the forward.
+STAYS_WHOLE = dict(ulysses_size=2, preflight=False, reshard_after_forward=False)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +80,8 @@ def test_a_step_finds_the_states_of_the_weights_that_it_sees(pools, tmp_path):
     cases = [
         dict(**sharded, max_epochs=2),
         dict(**sharded, resume=path, max_epochs=2),
-        dict(**common, world=2, strategy=dict(ulysses_size=2, preflight=False, reshard_after_forward=False), max_epochs=2),
-    ]  # fmt: skip
+        dict(**common, world=2, strategy=STAYS_WHOLE, max_epochs=2),
+    ]
     for answers in pools(2).run(ranks.fits, cases):
         for answer in answers:
             same(answer, alone, "states")
@@ -100,3 +109,24 @@ def test_layers_of_the_module_itself_are_toggled(pools):
     for found in pools(2).run(toggle_ranks.trained, 2):
         for name, weight in expected.items():
             assert float((found[name] - weight).abs().max()) < 1e-12, name
+
+
+def test_states_are_written_and_taken_out_by_the_weights_that_a_step_sees(pools):
+    [(losses, weights, number)] = pools(1).run(ranks.rewritten, 1, None)
+    for found_losses, found, found_number in pools(2).run(ranks.rewritten, 2, STAYS_WHOLE):
+        assert found_losses == pytest.approx(losses, rel=1e-12)
+        assert found_number == number
+        for name, weight in weights.items():
+            assert max_error(found[name], weight) < 1e-10, name
+
+
+def test_the_dictionary_of_states_is_copied_and_joined_as_any_other():
+    key = torch.ones(1)
+    states = StatesOfShards(dict, {key: {"step": 1}}, torch.nn.Linear(1, 1))
+    for made in (states.copy(), copy.copy(states), states | {}, {} | states, copy.deepcopy(states)):
+        assert list(made.values()) == [{"step": 1}]
+    kept = pickle.loads(pickle.dumps(states))
+    assert type(kept) is defaultdict
+    assert kept.default_factory is dict
+    assert states[torch.ones(2)] == {}
+    assert apply_to_collection(states, int, lambda each: each + 1)[key] == {"step": 2}

@@ -158,6 +158,16 @@ def quiet_trainer(world: int, **options: Any) -> pl.Trainer:
     return pl.Trainer(strategy=SequenceParallelStrategy(**strategy), **{**defaults, **options})
 
 
+def plain_trainer(**options: Any) -> pl.Trainer:
+    """Plain Lightning's Trainer of one device, without output."""
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return pl.Trainer(
+        accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        precision="64-true", **options,
+    )  # fmt: skip
+
+
 def fit(
     model: str,
     world: int,

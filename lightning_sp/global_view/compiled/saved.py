@@ -60,6 +60,11 @@ def compiled_within(how: str, backend: str | Backend, graph: GraphModule, inputs
     return made
 
 
+def is_traced() -> bool:
+    """Return whether a compiler traces what runs: tags of it are read. Of what it leaves to Python nobody reads any."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def is_random(operator: Any) -> bool:
     """Return whether an operator draws numbers: to compute it again by the partitioner's choice would draw others."""
     return torch.Tag.nondeterministic_seeded in operator.tags

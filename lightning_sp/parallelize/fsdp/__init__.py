@@ -24,6 +24,7 @@ from lightning_sp.parallelize.fsdp.shard_model import (
     without_gradient_sync,
 )
 from lightning_sp.parallelize.fsdp.units.optional_units import gathered, optional_units
+from lightning_sp.parallelize.fsdp.units.own_optimizers import refuses_own_steps
 from lightning_sp.parallelize.fsdp.units.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 
@@ -47,6 +48,7 @@ __all__ = [
     "optional_units",
     "parameter_layout",
     "reduce_dtypes",
+    "refuses_own_steps",
     "remember_layout",
     "reshard",
     "run_with_whole_parameters",

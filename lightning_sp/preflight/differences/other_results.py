@@ -14,6 +14,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.recording.kept_results import results_shown
 from lightning_sp.preflight.recording.progress_read import ProgressRead
 from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.step.isolation.users_code import plain_text
 
 
 def compare_with_other_results(
@@ -47,7 +48,9 @@ def compare_with_other_results(
 
 def results_in_words(read: ProgressRead, *, larger: bool) -> str:
     """Return which results are shown, and as what."""
-    names = [*dict.fromkeys([str(each.name) for each in read.results if each.name is not None] + sorted(read.metrics))]
+    names = [
+        *dict.fromkeys([plain_text(each.name) for each in read.results if each.name is not None] + sorted(read.metrics))
+    ]
     return f"with {', '.join(names[:3]) or 'its results'} as if {'large' if larger else 'small'}"
 
 

@@ -20,7 +20,7 @@ from lightning_sp.parameter_names import user_name
 from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
 from lightning_sp.step.isolation.snapshot import MAX_BYTES, MAX_VISITED
 from lightning_sp.step.isolation.traces import kept_outside
-from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_object_of_user
+from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_object_of_user, key_text
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
 
@@ -72,7 +72,8 @@ def numbers_left(module: nn.Module) -> dict[str, float]:
         found[name] = value
         if isinstance(value, (list, tuple, deque, dict)) and len(value) <= MAX_VISITED:
             found |= {
-                f"{name}[{key!r}]": v for key, v in (value.items() if isinstance(value, dict) else enumerate(value))
+                f"{name}[{key_text(key)}]": v
+                for key, v in (value.items() if isinstance(value, dict) else enumerate(value))
             }
     trainer = getattr(module, "_trainer", None)
     if trainer is not None:
@@ -176,9 +177,11 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 if isinstance(each, np.ndarray) and len(value) > _MOST_ARRAYS:
                     continue
                 if _is_number(each):
-                    yield f"{name}[{key!r}]", each
+                    yield f"{name}[{key_text(key)}]", each
                 elif isinstance(each, (list, tuple)) and len(each) <= _PAIR:  # numbers that are kept together
-                    yield from ((f"{name}[{key!r}][{i}]", part) for i, part in enumerate(each) if _is_number(part))
+                    yield from (
+                        (f"{name}[{key_text(key)}][{i}]", part) for i, part in enumerate(each) if _is_number(part)
+                    )
 
 
 def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

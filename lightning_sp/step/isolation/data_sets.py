@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_sp.step.isolation.users_code import is_class_of_user
+from lightning_sp.step.isolation.users_code import is_class_of_user, key_text
 
 # A table of a number for each of 2 million samples. What is larger is their tokens.
 MAX_TABLE_BYTES = 1 << 24
@@ -63,7 +63,7 @@ def tables_of(owner: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _CONTAINERS) and len(value) <= _MOST_TABLES:
             for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
                 if _may_be_table(each):
-                    yield f"{name}[{key!r}]", each
+                    yield f"{name}[{key_text(key)}]", each
 
 
 def _may_be_table(value: Any) -> bool:

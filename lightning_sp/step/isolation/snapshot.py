@@ -1,21 +1,23 @@
 """Running a step that leaves no trace: random streams, weights, buffers, metrics, counters, lists, gradients and logs are as before.
 
 Every plain attribute of every module is put back: tensors, arrays, numbers, what lists, dicts, sets and deques hold, and the attributes of
-the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, caches built on first use,
-and what a step appends. So is what it does to the run, and what the user's code keeps in classes, closures and globals (`traces.py`). What
-libraries' objects and files hold cannot be known and stays. Hooks that a step registers go: transformers registers some on first use, notes
-so in an attribute, and would register them twice.
+the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, optimizers that a step steps
+itself, caches built on first use, and what it appends. So is what it does to the run, and what the user's
+code keeps in classes, closures and globals (`traces.py`). What libraries' other objects and files hold cannot be known and stays. Hooks that a
+step registers go: transformers registers some on first use, notes so in an attribute, and would register them twice.
 
 Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
+from queue import Empty, SimpleQueue
 from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
 
@@ -24,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
@@ -106,8 +109,9 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
         hooks: whether hooks that were registered meanwhile go.
     """
     modules = list(root.modules())
-    visited = {id(each) for each in (*modules, *others)}
     trainer = getattr(root, "_trainer", None)
+    # The run's own optimizers step nothing in a trial.
+    visited = {id(each) for each in (*modules, *others, *([] if trainer is None else trainer.optimizers))}
     undo, mutable = undo_in_run(root, trainer)
     copies: Copies = {}
     _remember_all(mutable, undo, visited, copies)
@@ -211,7 +215,11 @@ def _remember_all(
         is_object = is_object_of_user(value)
         children = _remember_attributes(value, undo, copies) if is_object or _has_attributes(value) else []
         children += _remember(value, undo, copies, of_object=of_object)
-        waiting += [(child, of_object or is_object) for child in children]
+        # All of an optimizer's state is put back, as all of a weight is.
+        waiting += [
+            (child, of_object or is_object) if not isinstance(value, Optimizer) else (child, False)
+            for child in children
+        ]
 
 
 def _remember_tables(owner: Any, undo: list[Callable[[], object]], visited: set[int]) -> None:
@@ -231,8 +239,11 @@ def _remember(value: Any, undo: list[Callable[[], object]], copies: Copies, *, o
     """Add to `undo` what puts the contents of a mutable value back, and return those that may be mutable."""
     children: list[Any] = []
     if isinstance(value, (Tensor, np.ndarray)):
-        if not isinstance(value, (nn.Parameter, DTensor)) and not (of_object and _bytes(value) > MAX_BYTES):
-            if isinstance(value, Tensor) and not value.is_meta:
+        value = (
+            value.to_local().detach() if isinstance(value, DTensor) and not isinstance(value, nn.Parameter) else value
+        )
+        if not isinstance(value, nn.Parameter) and not (of_object and _bytes(value) > MAX_BYTES):
+            if isinstance(value, Tensor) and not value.is_meta and not _is_freed(value):
                 undo.append(partial(_restore_tensor, value, value.detach().clone()))
             elif isinstance(value, np.ndarray) and value.flags.writeable and _bytes(value) <= MAX_BYTES:
                 undo.append(partial(np.copyto, value, value.copy()))
@@ -250,6 +261,11 @@ def _remember(value: Any, undo: list[Callable[[], object]], copies: Copies, *, o
             _restore_sequence(value, [exchanged(each, copies)[0] for each in children])
             sequence = [exchanged(each, copies)[1] for each in children]
         undo.append(partial(_restore_sequence, value, sequence))
+    elif isinstance(value, (array, bytearray)):
+        undo.append(partial(value.__setitem__, slice(None), value[:]))
+    elif isinstance(value, SimpleQueue):
+        undo.append(partial(_refill, value, _drained(value)))
+        undo[-1]()
     elif isinstance(value, set):
         undo.append(partial(_restore_set, value, set(value)))
     elif isinstance(value, tuple):
@@ -265,6 +281,11 @@ def _remember(value: Any, undo: list[Callable[[], object]], copies: Copies, *, o
 
 def _bytes(value: Tensor | np.ndarray[Any, Any]) -> int:
     return value.nbytes if isinstance(value, np.ndarray) else value.numel() * value.element_size()
+
+
+def _is_freed(value: Tensor) -> bool:
+    """Return whether a tensor is a view of a whole weight that FSDP2 has freed: `self.before = self.head.weight.data`."""
+    return value.layout == torch.strided and value.numel() > 0 and not value.untyped_storage().size()
 
 
 def _has_attributes(value: Any) -> bool:
@@ -316,6 +337,21 @@ def _restore_sequence(value: list[Any] | deque[Any], before: list[Any]) -> None:
     kind: Any = list if isinstance(value, list) else deque
     kind.clear(value)
     kind.extend(value, before)
+
+
+def _drained(queue: SimpleQueue[Any]) -> list[Any]:
+    """Take all that a queue has, which cannot be looked at otherwise."""
+    found = []
+    with suppress(Empty):
+        while True:
+            found.append(queue.get_nowait())
+    return found
+
+
+def _refill(queue: SimpleQueue[Any], before: list[Any]) -> None:
+    _drained(queue)
+    for each in before:
+        queue.put(each)
 
 
 def _no_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

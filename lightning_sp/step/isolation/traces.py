@@ -9,19 +9,18 @@ functions close over, and numbers, lists and dicts of the user's own files. Libr
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sp.step.isolation.iterators import takes_from_iterators
-from lightning_sp.step.isolation.users_code import is_file_of_user
+from lightning_sp.step.isolation.users_code import is_file_of_user, is_object_of_user
 
 NUMBERS = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
@@ -96,12 +95,14 @@ def kept_outside(owners: list[Any]) -> Iterator[Kept]:
     for each in dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__):
         # FSDP2 gives a module a class of its own, behind which the user's stands: `type(self).seen += 1` writes to that.
         if any(is_file_of_user(kind.__module__) for kind in each.__mro__):
-            yield Kept(each.__name__, None, partial(_restore_numbers, each, _numbers(each)))
             yield from _of_class(each, seen)
     for value in (value for owner in owners for value in _attributes(owner)):
         called = value.func if isinstance(value, partial) else value
         if isinstance(called, FunctionType):
             yield from _of_function(called, seen)
+        elif is_object_of_user(value):
+            for each in type(value).__mro__:
+                yield from _of_class(each, seen) if is_file_of_user(each.__module__) else ()
 
 
 def _attributes(owner: Any) -> Iterator[Any]:
@@ -111,6 +112,10 @@ def _attributes(owner: Any) -> Iterator[Any]:
 
 
 def _of_class(kind: type, seen: set[int]) -> Iterator[Kept]:
+    if id(kind) in seen:
+        return
+    seen.add(id(kind))
+    yield Kept(kind.__name__, None, partial(_restore_names, kind, _plain_names(kind)))
     for name, value in list(vars(kind).items()):
         function = _function(value)
         if function is not None:
@@ -119,6 +124,29 @@ def _of_class(kind: type, seen: set[int]) -> Iterator[Kept]:
             yield Kept(f"{kind.__name__}.{name}", value, _nothing)
         elif takes_from_iterators(value):
             yield Kept(f"{kind.__name__}.{name}", value, _nothing, partial(setattr, kind, name))
+        elif isinstance(value, type) and is_file_of_user(value.__module__):
+            yield from _of_class(value, seen)
+        elif is_object_of_user(value):  # the one of its class, say
+            yield Kept(f"{kind.__name__}.{name}", value, _nothing)
+            yield from _of_class(type(value), seen)
+
+
+def _plain_names(kind: type) -> dict[str, Any]:
+    """Return what a class has under its names, but for its methods and what Python has there."""
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith(("__", "_abc_")) and _function(value) is None and not hasattr(value, "__set__")
+    }
+
+
+def _restore_names(kind: type, before: dict[str, Any]) -> None:
+    now = _plain_names(kind)
+    for name in now.keys() - before.keys():
+        delattr(kind, name)
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            setattr(kind, name, value)
 
 
 def _of_function(function: FunctionType, seen: set[int]) -> Iterator[Kept]:
@@ -150,7 +178,13 @@ def _of_file(names: dict[str, Any], seen: set[int]) -> Iterator[Kept]:
         function = _function(value)
         if function is not None:
             yield from _of_function(function, seen)
-        elif not isinstance(value, (type, type(sys))):
+        elif isinstance(value, type):
+            yield from _of_class(value, seen) if is_file_of_user(value.__module__) else ()
+        elif isinstance(value, ModuleType):
+            if is_file_of_user(value.__name__) and id(vars(value)) not in seen:
+                seen.add(id(vars(value)))
+                yield from _of_file(vars(value), seen)
+        else:
             exchange = partial(names.__setitem__, name)
             put = partial(_put_back, names, name, value, partial(exchange, value))
             yield Kept(f"{names.get('__name__', '')}.{name}", value, put, exchange)

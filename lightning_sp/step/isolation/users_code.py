@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import queue
 import sys
 from argparse import Namespace
-from collections import deque
+from collections import ChainMap, UserDict, UserList, deque
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 # What torch and Lightning keep in a module for themselves; parameters are put back by their shards.
@@ -17,13 +21,18 @@ OF_THE_FRAMEWORK = {*vars(nn.Module()), "_trainer", "_fabric", "_device_mesh"} -
 # Folders of installed libraries. Their objects may work in threads of their own, so that nothing in them is put back, but for metrics.
 _INSTALLED = ("site-packages", "dist-packages")
 _NOT_THE_USERS = {*sys.stdlib_module_names, "torch", "lightning_sp"}
+# Of libraries, but of Python alone: what a step does to one is in its attributes. An optimizer of a probe, say, that the step itself steps.
+_OF_ATTRIBUTES = (
+    *(SimpleNamespace, Namespace, UserDict, UserList, ChainMap, queue.Queue),
+    *(Optimizer, LRScheduler, GradScaler),
+)
 
 
 def is_object_of_user(value: Any) -> bool:
-    """Return whether a value is an object of the user's own, or a metric: one whose attributes a step may count in."""
+    """Return whether a value is an object of the user's own, a metric, or another one whose attributes a step may count in."""
     if isinstance(value, (Tensor, np.ndarray, dict, list, set, deque, tuple, str, type, Dataset, FunctionType)):
         return False
-    if isinstance(value, (SimpleNamespace, Namespace)):
+    if isinstance(value, _OF_ATTRIBUTES):
         return True
     return type(value).__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(type(value))
 
@@ -39,3 +48,13 @@ def is_file_of_user(module: str) -> bool:
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not any(folder in file for folder in _INSTALLED)
+
+
+def key_text(key: Any) -> str:
+    """Return a key of a dict as a user would write it. That of a weight, by which a step may keep something, is not printed: FSDP2 frees it."""
+    return repr(key) if type(key) is str else plain_text(key)
+
+
+def plain_text(name: Any) -> str:
+    """Return an attribute's name or a dict's key in words, as `str` does, but for tensors: their shape."""
+    return f"a tensor of shape {tuple(name.shape)}" if isinstance(name, Tensor) else str(name)

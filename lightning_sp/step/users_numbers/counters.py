@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp.step.isolation.iterators import Count
 from lightning_sp.step.isolation.traces import NUMBERS, kept_outside
-from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
+from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user, plain_text
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.noted_remainders import NotedTensors, Remainder, noted_number
 
@@ -124,7 +124,12 @@ def numbers_of(owner: Any, *, on_device: bool = False) -> dict[Any, Any]:
     # Each batch does this for each module of the user's: what is plain needs no further question.
     for name, value in _all_named(owner).items():
         plain = value if type(value) in _PLAIN else _plain(value, on_device)
-        if plain is not NotImplemented and name not in _NOT_THE_USERS and not str(name).startswith("__"):
+        # A name may be a weight, whose numbers are freed: it is not printed.
+        if (
+            plain is not NotImplemented
+            and name not in _NOT_THE_USERS
+            and not (type(name) is str and name.startswith("__"))
+        ):
             found[name] = plain
     return found
 
@@ -222,7 +227,7 @@ def counted_on(counters: Sequence[Counter], batches: int, remainders: set[Remain
         for counter, value, note in zip(counters, later, notes, strict=True):
             _show(counter, noted_number(value, note) if type(value) is int else value)
         with NotedTensors(tensors[0][0], [each for _, each in tensors]) if tensors else nullcontext():
-            yield ", ".join(f"{each.name}={value:,}" for each, value in zip(counters, later, strict=True))
+            yield ", ".join(f"{plain_text(each.name)}={value:,}" for each, value in zip(counters, later, strict=True))
     finally:
         for counter, value in zip(counters, before, strict=True):
             if not isinstance(counter.owner, (list, deque)):

@@ -19,7 +19,7 @@ from lightning_sp.parallelize import sharded_parameter
 
 
 def show_states_by_weight(optimizers: Iterable[Optimizer], root: nn.Module) -> None:
-    """Let the states of optimizers be found by whole weights, too, from now on and behind each `load_state_dict`.
+    """Let the states of optimizers be found by whole weights, too. To be called before each step: what loads a state makes a new dictionary.
 
     Args:
         optimizers: of shards.
@@ -27,40 +27,55 @@ def show_states_by_weight(optimizers: Iterable[Optimizer], root: nn.Module) -> N
     """
     for optimizer in optimizers:
         # Some are made of others, and have no state of torch's.
-        if type(getattr(optimizer, "state", None)) is not defaultdict:
-            continue
-        optimizer.state = _States(optimizer.state, root)
-        optimizer.register_load_state_dict_post_hook(lambda each: _again(each, root))
+        if type(getattr(optimizer, "state", None)) is defaultdict:
+            optimizer.state = StatesOfShards(dict, optimizer.state, root)
 
 
-def _again(optimizer: Optimizer, root: nn.Module) -> None:
-    if type(optimizer.state) is defaultdict:
-        optimizer.state = _States(optimizer.state, root)
+class StatesOfShards(defaultdict[Tensor, Any]):
+    """The states of shards. A class because torch's optimizers index theirs; what is made of it, a copy or a pickle, knows shards alone.
 
+    Args:
+        factory: of a state.
+        states: by the shards.
+        root: whose whole weights are known; None for none.
+    """
 
-class _States(defaultdict[Tensor, Any]):
-    """The states of shards. A class because torch's optimizers index theirs; copies and pickles of it are plain ones."""
-
-    def __init__(self, states: dict[Tensor, Any], root: nn.Module) -> None:
-        super().__init__(dict, states)
-        self._root = weakref.ref(root)
+    def __init__(self, factory: Any = dict, states: Any = (), root: nn.Module | None = None) -> None:
+        super().__init__(factory, states)
+        self._root = (lambda: None) if root is None else weakref.ref(root)
 
     def _shard(self, key: Any) -> Any:
-        """Return the shard of a whole weight, None for what is none."""
+        """Return the shard of a whole weight; any other key as it is."""
         root = self._root()
-        return sharded_parameter(root, key) if root is not None and isinstance(key, Tensor) else None
+        if root is None or not isinstance(key, Tensor) or super().__contains__(key):
+            return key
+        shard = sharded_parameter(root, key)
+        return key if shard is None else shard
 
     def __missing__(self, key: Any) -> Any:
         shard = self._shard(key)
-        return super().__missing__(key) if shard is None else self[shard]
+        return super().__missing__(key) if shard is key else self[shard]
 
     def __contains__(self, key: Any) -> bool:
-        return super().__contains__(key) or super().__contains__(self._shard(key))
+        return super().__contains__(self._shard(key))
+
+    def __setitem__(self, key: Any, state: Any) -> None:
+        super().__setitem__(self._shard(key), state)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(self._shard(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a state, or what is given where there is none."""
-        shard = key if super().__contains__(key) else self._shard(key)
-        return super().get(shard, default)
+        return super().get(self._shard(key), default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """Take a state out."""
+        return super().pop(self._shard(key), *default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """Return a state, or set what is given where there is none."""
+        return super().setdefault(self._shard(key), default)
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
+        return defaultdict, (self.default_factory,), None, None, iter(self.items())

@@ -311,6 +311,20 @@ MEMORY = (
         f"{BUDGETS}::test_ranks_train_as_without_and_repeat_neither_attention_nor_messages",
     ),
     fault(
+        "all results that are kept where the compiler leaves a block",
+        "parallelize/activation_checkpointing.py",
+        "    if not is_traced():\n        return _saves(context, operator)\n",
+        "",
+        f"{BUDGETS}::test_what_the_compiler_leaves_recomputes_itself_selectively[0.3-budget_50]",
+    ),
+    fault(
+        "products that are kept, and written to, where the compiler leaves a block",
+        "parallelize/activation_checkpointing.py",
+        "    return _saves_matmuls(context, operator, *args) if is_traced() else _saves(context, operator)\n",
+        "    return _saves_matmuls(context, operator, *args)\n",
+        f"{BUDGETS}::test_what_the_compiler_leaves_recomputes_itself_selectively[0.0-matmuls]",
+    ),
+    fault(
         "budgets of blocks that no compiler of ours has",
         "parallelize/activation_checkpointing.py",
         "        return OF_COMPILED if self._backend else CANDIDATES\n",

@@ -183,8 +183,9 @@ def _from_behind(x: SequenceTensor) -> int:
 
 
 def _of_pairs(x: SequenceTensor, like: SequenceTensor) -> SequenceTensor | None:
-    """Return what is as large as another tensor, and split along another dim, split as that is; else None."""
-    return along_dim(as_tokens(x), like.placement.dim, like.placement) if x.shape == like.shape else None
+    """Return what is split along another dim than another tensor, split as that is; None where it has no such dim of its own."""
+    dim = like.placement.dim - (like.dim() - x.dim())
+    return along_dim(as_tokens(x), dim, like.placement) if dim >= 0 else None
 
 
 def _part(whole: Tensor, placement: Placement, ndim: int) -> Tensor:

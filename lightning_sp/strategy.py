@@ -31,7 +31,7 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.parallelize import abandon_forward, check_added
+from lightning_sp.parallelize import abandon_forward, check_added, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
@@ -248,7 +248,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._check_optimizers()
+        check_optimized(self._module, self.optimizers)
         check_added(self._module)
         self._run.compare_ranks(self._module, self.sequence_mesh, self._shard_size, self._groups.world)
         self._preflight(batch, batch_idx, self._run.schedules)

@@ -30,6 +30,7 @@ from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
 from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.loops import names_of_sum
+from lightning_sp.trainer.optimizers.state_of_weights import states_by_weight
 
 _NOT_GIVEN: Any = object()
 
@@ -48,6 +49,7 @@ class CurrentSequence:
     _log_once: LogOnce
     _module: Any
     _groups: HostGroups
+    optimizers: Any
 
     @property
     def zigzag_mesh(self) -> SequenceMesh:
@@ -152,10 +154,12 @@ class CurrentSequence:
         context, mesh = self._steps.context, self.sequence_mesh
         trains = step.__name__ == "training_step" and not context.global_view
         watched = context.watched_numbers if trains else ()
+        reads_states = step.__name__ == "training_step" and self._module.automatic_optimization
         with (
             self._sums.of_step(self._module, logged_once, mesh),
             self._watched.of_step(self._module, watched, mesh, self._steps.device),
             self._follow_names() if trains and context.trial_seed is None else nullcontext(),
+            states_by_weight(self.optimizers if reads_states else (), self._module),
         ):
             return step(self, *args, **kwargs)
 

@@ -40,7 +40,6 @@ from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.parallelize import (
     MetaDevice,
-    check_optimized,
     recorded,
     reshard,
     take_over_checkpointing,
@@ -55,7 +54,6 @@ from lightning_sp.trainer.logged_numbers.agreed_numbers import watch_numbers
 from lightning_sp.trainer.loops import forbid_inference_mode
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.optimizer_in_backward import OptimizerInBackward, step_in_backward
-from lightning_sp.trainer.optimizers.state_of_weights import show_states_by_weight
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
 from lightning_sp.trainer.processes.preemption import save_when_preempted, set_exit_code, superseded
@@ -234,11 +232,6 @@ class ShardedModelStrategy(ProcessStrategy):
         step_whole_where_needed(self.optimizers, self._groups.world)
         if self.config.optimizer_in_backward:
             self._in_backward = step_in_backward(self.optimizers, self._module, self.root_device, self._groups.world)
-
-    def _check_optimizers(self) -> None:
-        """Check what the run's optimizers step before each batch, and let its step find their states."""
-        check_optimized(self._module, self.optimizers)
-        show_states_by_weight(self.optimizers, self._module)
 
     @override
     def on_train_start(self) -> None:

@@ -7,9 +7,9 @@ keep it.
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import UserDict, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,64 +18,95 @@ from torch.optim import Optimizer
 from lightning_sp.parallelize import sharded_parameter
 
 
-def show_states_by_weight(optimizers: Iterable[Optimizer], root: nn.Module) -> None:
-    """Let the states of optimizers be found by whole weights, too. To be called before each step: what loads a state makes a new dictionary.
+@contextmanager
+def states_by_weight(optimizers: Sequence[Optimizer], root: nn.Module) -> Iterator[None]:
+    """Let a step find the states of optimizers by whole weights, too.
 
     Args:
-        optimizers: of shards.
+        optimizers: of shards, that do not step meanwhile.
         root: the model that was sharded.
     """
-    for optimizer in optimizers:
-        # Some are made of others, and have no state of torch's.
-        if type(getattr(optimizer, "state", None)) is defaultdict:
-            optimizer.state = StatesOfShards(dict, optimizer.state, root)
+    # Some are made of others, and have no state of torch's.
+    found = [(each, each.state) for each in optimizers if type(getattr(each, "state", None)) is defaultdict]
+    shown: list[Any] = [StatesOfShards(state, root) for _, state in found]
+    for (optimizer, _), states in zip(found, shown, strict=True):
+        optimizer.state = states
+    try:
+        yield
+    finally:
+        for (optimizer, state), states in zip(found, shown, strict=True):
+            if optimizer.state is states:
+                optimizer.state = state
 
 
-class StatesOfShards(defaultdict[Tensor, Any]):
-    """The states of shards. A class because torch's optimizers index theirs; what is made of it, a copy or a pickle, knows shards alone.
+class StatesOfShards(UserDict[Tensor, Any]):
+    """The very dictionary of an optimizer, which others may hold, too, by whole weights and by shards. A class because a step indexes it.
 
     Args:
-        factory: of a state.
-        states: by the shards.
-        root: whose whole weights are known; None for none.
+        states: by the shards; written through to.
+        root: whose whole weights are known.
     """
 
-    def __init__(self, factory: Any = dict, states: Any = (), root: nn.Module | None = None) -> None:
-        super().__init__(factory, states)
-        self._root = (lambda: None) if root is None else weakref.ref(root)
+    def __init__(self, states: defaultdict[Tensor, Any], root: nn.Module) -> None:
+        self.data, self._root = states, root  # not copied
 
     def _shard(self, key: Any) -> Any:
         """Return the shard of a whole weight; any other key as it is."""
-        root = self._root()
-        if root is None or not isinstance(key, Tensor) or super().__contains__(key):
+        if not isinstance(key, Tensor) or key in self.data:
             return key
-        shard = sharded_parameter(root, key)
+        shard = sharded_parameter(self._root, key)
         return key if shard is None else shard
 
-    def __missing__(self, key: Any) -> Any:
-        shard = self._shard(key)
-        return super().__missing__(key) if shard is key else self[shard]
-
-    def __contains__(self, key: Any) -> bool:
-        return super().__contains__(self._shard(key))
+    def __getitem__(self, key: Any) -> Any:
+        return self.data[self._shard(key)]
 
     def __setitem__(self, key: Any, state: Any) -> None:
-        super().__setitem__(self._shard(key), state)
+        self.data[self._shard(key)] = state
 
     def __delitem__(self, key: Any) -> None:
-        super().__delitem__(self._shard(key))
+        del self.data[self._shard(key)]
+
+    def __contains__(self, key: Any) -> bool:
+        return self._shard(key) in self.data
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return a state, or what is given where there is none."""
-        return super().get(self._shard(key), default)
+        return self.data.get(self._shard(key), default)
 
     def pop(self, key: Any, *default: Any) -> Any:
         """Take a state out."""
-        return super().pop(self._shard(key), *default)
+        return self.data.pop(self._shard(key), *default)
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """Return a state, or set what is given where there is none."""
-        return super().setdefault(self._shard(key), default)
+        return self.data.setdefault(self._shard(key), default)
+
+    def __reversed__(self) -> Iterator[Tensor]:
+        return reversed(self.data)
+
+    def keys(self) -> Any:
+        """Return the shards."""
+        return self.data.keys()
+
+    def values(self) -> Any:
+        """Return the states."""
+        return self.data.values()
+
+    def items(self) -> Any:
+        """Return both."""
+        return self.data.items()
+
+    def copy(self) -> Any:
+        """Return a plain copy."""
+        return self.data.copy()
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.data | dict(other)
+
+    def __ror__(self, other: Any) -> Any:
+        return dict(other) | self.data
 
     def __reduce__(self) -> Any:
-        return defaultdict, (self.default_factory,), None, None, iter(self.items())
+        return defaultdict, (dict,), None, None, iter(self.data.items())

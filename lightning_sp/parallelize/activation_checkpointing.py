@@ -53,6 +53,9 @@ _CHECKPOINTS = "_lightning_sp_checkpoints"
 # What a block of Hugging Face's would write its keys to, and write them again when it is recomputed.
 _CACHES = ("past_key_values", "past_key_value", "cache", "layer_past")
 
+# Of a block's code that are compiled, torch's own limit being 8: one for each policy, with and without gradients, of one length and of several.
+_MOST_GRAPHS = 64
+
 # What torch says where it takes nothing that measures.
 _DISPATCH = "dispatch mode"
 _OF_MEASURING = ("saved tensor hooks", _DISPATCH)
@@ -194,6 +197,8 @@ def checkpoint_blocks(
     backend: str = "",
 ) -> BlockCheckpoints:
     """Make each block recompute itself as a policy says. The module tree and every name stay as they were. As `BlockCheckpoints`."""
+    if backend:
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_GRAPHS)
     checkpoints = BlockCheckpoints(
         blocks, policy, measures=measures, offload=offload, graphs=graphs, tiles=tiles, backend=backend
     )

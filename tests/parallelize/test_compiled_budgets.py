@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
-from lightning_sp.parallelize.memory.memory_prediction import BlockBytes
+from lightning_sp.parallelize.memory.memory_prediction import OF_COMPILED, BlockBytes
 from lightning_sp.testing import max_error
 from tests.parallelize import checkpointing_ranks as ranks
 
@@ -107,6 +108,34 @@ def test_blocks_that_the_user_compiled_are_refused_a_budget():
     blocks = [Mlp(0.0)]
     with pytest.raises(SequenceParallelError, match=r"'budget_50': you have compiled .* compile=True, or use"):
         checkpoint_blocks(nn.Sequential(*blocks), blocks, "budget_50")
+
+
+class Compiled(Mlp):
+    """A block that fails where torch.compile has left it."""
+
+    def forward(self, x):
+        assert torch.compiler.is_compiling()
+        return super().forward(x)
+
+
+@torch._dynamo.config.patch(recompile_limit=8)
+def test_all_policies_in_turn_are_compiled():
+    """Behind eight graphs of a function torch would run it as it is written."""
+    torch.compiler.reset()
+    counters.clear()
+    blocks = [Compiled(0.0), Compiled(0.0)]
+    model = nn.Sequential(*blocks)
+    checkpoints = checkpoint_blocks(model, blocks, "none", backend="aot_eager", measures=False)
+    for block in blocks:
+        block.compile(backend=checkpoints.compile_block)
+    for policy in OF_COMPILED:
+        checkpoints.use(policy)
+        for length in (TOKENS, 2 * TOKENS, 3 * TOKENS):
+            x = torch.randn(1, length, WIDTH, requires_grad=True)
+            model(x).sum().backward()
+            with torch.no_grad():
+                model(x)
+    assert counters["stats"]["unique_graphs"] > 8
 
 
 class Broken(Mlp):

@@ -91,7 +91,7 @@ def kept_outside(owners: list[Any]) -> Iterator[Kept]:
     Args:
         owners: modules and callbacks.
     """
-    seen: set[int] = set()
+    seen = _Seen()
     for each in dict.fromkeys(kind for owner in owners for kind in type(owner).__mro__):
         # FSDP2 gives a module a class of its own, behind which the user's stands: `type(self).seen += 1` writes to that.
         if any(is_file_of_user(kind.__module__) for kind in each.__mro__):
@@ -103,6 +103,29 @@ def kept_outside(owners: list[Any]) -> Iterator[Kept]:
         elif is_object_of_user(value):
             for each in type(value).__mro__:
                 yield from _of_class(each, seen) if is_file_of_user(each.__module__) else ()
+    # One after the other: files that import each other are many.
+    num_own = len(seen.files)
+    for number, names in enumerate(seen.files):
+        yield from _of_file(names, seen, follows=number < num_own)
+
+
+class _Seen:
+    """What was looked at, and the files that are to be; a class because they are found on the way."""
+
+    def __init__(self) -> None:
+        self.ids: set[int] = set()
+        self.files: list[dict[str, Any]] = []
+
+    def is_new(self, value: Any) -> bool:
+        """Return whether a value is met for the first time."""
+        is_new = id(value) not in self.ids
+        self.ids.add(id(value))
+        return is_new
+
+    def add_file(self, names: dict[str, Any]) -> None:
+        """Look at the names of a file later."""
+        if self.is_new(names):
+            self.files.append(names)
 
 
 def _attributes(owner: Any) -> Iterator[Any]:
@@ -111,10 +134,9 @@ def _attributes(owner: Any) -> Iterator[Any]:
         yield from value.values() if "_hooks" in name and isinstance(value, dict) else (value,)
 
 
-def _of_class(kind: type, seen: set[int]) -> Iterator[Kept]:
-    if id(kind) in seen:
+def _of_class(kind: type, seen: _Seen) -> Iterator[Kept]:
+    if not seen.is_new(kind):
         return
-    seen.add(id(kind))
     yield Kept(kind.__name__, None, partial(_restore_names, kind, _plain_names(kind)))
     for name, value in list(vars(kind).items()):
         function = _function(value)
@@ -149,10 +171,9 @@ def _restore_names(kind: type, before: dict[str, Any]) -> None:
             setattr(kind, name, value)
 
 
-def _of_function(function: FunctionType, seen: set[int]) -> Iterator[Kept]:
-    if id(function) in seen or not is_file_of_user(function.__module__ or ""):
+def _of_function(function: FunctionType, seen: _Seen) -> Iterator[Kept]:
+    if not is_file_of_user(function.__module__ or "") or not seen.is_new(function):
         return
-    seen.add(id(function))
     attributes = vars(function)
     own = function.__qualname__.replace(".<locals>", "")
     yield Kept(own, attributes, _nothing)
@@ -166,12 +187,11 @@ def _of_function(function: FunctionType, seen: set[int]) -> Iterator[Kept]:
             else:
                 put = partial(_refill, cell, value)
                 yield Kept(f"{own}.{name}", value, put, partial(setattr, cell, "cell_contents"), cell)
-    if id(function.__globals__) not in seen:
-        seen.add(id(function.__globals__))
-        yield from _of_file(function.__globals__, seen)
+    seen.add_file(function.__globals__)
 
 
-def _of_file(names: dict[str, Any], seen: set[int]) -> Iterator[Kept]:
+def _of_file(names: dict[str, Any], seen: _Seen, *, follows: bool) -> Iterator[Kept]:
+    """Yield what a file keeps, and note the files of functions that it names, and those that it imports as a whole."""
     for name, value in list(names.items()):
         if name.startswith("__"):
             continue
@@ -181,9 +201,9 @@ def _of_file(names: dict[str, Any], seen: set[int]) -> Iterator[Kept]:
         elif isinstance(value, type):
             yield from _of_class(value, seen) if is_file_of_user(value.__module__) else ()
         elif isinstance(value, ModuleType):
-            if is_file_of_user(value.__name__) and id(vars(value)) not in seen:
-                seen.add(id(vars(value)))
-                yield from _of_file(vars(value), seen)
+            # Not those that these import, and so on: a repository may be large, and each batch reads what is found.
+            if follows and is_file_of_user(value.__name__):
+                seen.add_file(vars(value))
         else:
             exchange = partial(names.__setitem__, name)
             put = partial(_put_back, names, name, value, partial(exchange, value))

@@ -12,7 +12,7 @@ by its `activation_memory_budget`: a knapsack of the operations of each result a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any
 
@@ -51,12 +51,9 @@ def compiled_within(how: str, backend: str | Backend, graph: GraphModule, inputs
         inputs: of the graph.
     """
     found: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
-    made: Callable[..., Any]
-    if (percent := budget_percent(how)) is None:
-        made = found(graph, inputs)
-        return made
-    with functorch.patch(activation_memory_budget=percent / 100):
-        made = found(graph, inputs)
+    percent = budget_percent(how)
+    with nullcontext() if percent is None else functorch.patch(activation_memory_budget=percent / 100):
+        made: Callable[..., Any] = found(graph, inputs)
     return made
 
 

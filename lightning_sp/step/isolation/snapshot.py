@@ -1,10 +1,10 @@
 """Running a step that leaves no trace: random streams, weights, buffers, metrics, counters, lists, gradients and logs are as before.
 
 Every plain attribute of every module is put back: tensors, arrays, numbers, what lists, dicts, sets and deques hold, and the attributes of
-the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, optimizers that a step steps
-itself, caches built on first use, and what it appends. So is what it does to the run, and what the user's
-code keeps in classes, closures and globals (`traces.py`). What libraries' other objects and files hold cannot be known and stays. Hooks that a
-step registers go: transformers registers some on first use, notes so in an attribute, and would register them twice.
+the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, optimizers that a step
+steps itself, caches built on first use, and what it appends. So is what it does to the run, and what the user's code keeps in classes,
+closures and globals (`traces.py`). What libraries' other objects and files hold cannot be known and stays. Hooks that a step registers go:
+transformers registers some on first use, notes so in an attribute, and would register them twice.
 
 Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
 """
@@ -216,10 +216,8 @@ def _remember_all(
         children = _remember_attributes(value, undo, copies) if is_object or _has_attributes(value) else []
         children += _remember(value, undo, copies, of_object=of_object)
         # All of an optimizer's state is put back, as all of a weight is.
-        waiting += [
-            (child, of_object or is_object) if not isinstance(value, Optimizer) else (child, False)
-            for child in children
-        ]
+        of_object = (of_object or is_object) and not isinstance(value, Optimizer)
+        waiting += [(child, of_object) for child in children]
 
 
 def _remember_tables(owner: Any, undo: list[Callable[[], object]], visited: set[int]) -> None:

@@ -70,7 +70,8 @@ PLANTED = {
         "from lightning_sp.checkpoint.contents import frozen",
     ),
     "Inside step": ("step/isolation/snapshot.py", "from lightning_sp.step import runner"),
-    "Inside step.isolation": ("step/isolation/traces.py", "from lightning_sp.step.isolation import snapshot"),
+    "Inside step.isolation": ("step/isolation/traces_in_run.py", "from lightning_sp.step.isolation import snapshot"),
+    "Inside users_code": ("users_code/ownership.py", "from lightning_sp.users_code import kept_outside"),
     "Inside step.users_numbers": (
         "step/users_numbers/counters.py",
         "from lightning_sp.step.users_numbers import schedules",

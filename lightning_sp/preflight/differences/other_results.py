@@ -14,7 +14,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.recording.kept_results import results_shown
 from lightning_sp.preflight.recording.progress_read import ProgressRead
 from lightning_sp.preflight.trial import Outcome, Trial
-from lightning_sp.step.isolation.users_code import plain_text
+from lightning_sp.users_code.ownership import plain_text
 
 
 def compare_with_other_results(

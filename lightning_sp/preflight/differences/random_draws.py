@@ -13,7 +13,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.trial import SEED, Outcome, Trial
-from lightning_sp.step.isolation.random_generators import extreme_seed
+from lightning_sp.users_code.random_generators import extreme_seed
 
 # Draws named in a message.
 _NAMED = 4

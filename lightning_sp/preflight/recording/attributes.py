@@ -19,10 +19,10 @@ from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
 from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
 from lightning_sp.step.isolation.snapshot import MAX_BYTES, MAX_VISITED
-from lightning_sp.step.isolation.traces import kept_outside
-from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_object_of_user, key_text
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
+from lightning_sp.users_code.kept_outside import kept_outside
+from lightning_sp.users_code.ownership import OF_THE_FRAMEWORK, is_object_of_user, key_text
 
 # Behind a name, in messages.
 ATTRIBUTE = " (attribute)"

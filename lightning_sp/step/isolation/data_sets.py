@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from lightning_sp.step.isolation.users_code import is_class_of_user, key_text
+from lightning_sp.users_code.ownership import is_class_of_user, key_text
 
 # A table of a number for each of 2 million samples. What is larger is their tokens.
 MAX_TABLE_BYTES = 1 << 24

@@ -2,9 +2,9 @@
 
 Every plain attribute of every module is put back: tensors, arrays, numbers, what lists, dicts, sets and deques hold, and the attributes of
 the user's own objects, nested ones too. That covers buffers, the states of torchmetrics wherever they are held, optimizers that a step
-steps itself, caches built on first use, and what it appends. So is what it does to the run, and what the user's code keeps in classes,
-closures and globals (`traces.py`). What libraries' other objects and files hold cannot be known and stays. Hooks that a step registers go:
-transformers registers some on first use, notes so in an attribute, and would register them twice.
+steps itself, caches built on first use, and what it appends. So is what it does to the run (`traces_in_run.py`), and what the user's code
+keeps in classes, closures and globals (`users_code/kept_outside.py`). What libraries' other objects and files hold cannot be known and
+stays. Hooks that a step registers go: transformers registers some on first use, notes so in an attribute, and would register them twice.
 
 Elementwise dropout draws other masks on shards than on the whole, so it is switched off meanwhile.
 """
@@ -31,11 +31,12 @@ from torch.optim import Optimizer
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
-from lightning_sp.step.isolation.iterators import Copies, exchanged, takes_from_iterators
-from lightning_sp.step.isolation.random_generators import RandomGenerator, is_random_generator
-from lightning_sp.step.isolation.traces import kept_outside, undo_in_run
-from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
+from lightning_sp.step.isolation.traces_in_run import undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
+from lightning_sp.users_code.iterators import Copies, exchanged, takes_from_iterators
+from lightning_sp.users_code.kept_outside import kept_outside
+from lightning_sp.users_code.ownership import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
+from lightning_sp.users_code.random_generators import RandomGenerator, is_random_generator
 from lightning_sp.weights.quantized import is_quantized
 
 _HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))

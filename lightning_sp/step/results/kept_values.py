@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK
+from lightning_sp.users_code.ownership import OF_THE_FRAMEWORK
 
 # Lists and dicts within one are looked into where it holds no more: one for each loader, or for each kind of output.
 MAX_NESTED = 100

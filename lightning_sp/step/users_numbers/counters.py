@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, is_tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_sp.step.isolation.iterators import Count
-from lightning_sp.step.isolation.traces import NUMBERS, kept_outside
-from lightning_sp.step.isolation.users_code import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user, plain_text
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.noted_remainders import NotedTensors, Remainder, noted_number
+from lightning_sp.users_code.iterators import Count
+from lightning_sp.users_code.kept_outside import NUMBERS, kept_outside
+from lightning_sp.users_code.ownership import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user, plain_text
 
 _NOT_THE_USERS = {*OF_THE_FRAMEWORK, "_current_fx_name"}
 _PLAIN, _NOT_PLAIN = frozenset(NUMBERS), frozenset((dict, OrderedDict, list, set))

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_sp.batch_structure import entries_of
-from lightning_sp.step.isolation.users_code import is_file_of_user
 from lightning_sp.step.users_numbers.counters import Counter, added, numbers_of, owners_of_numbers, shown_as
+from lightning_sp.users_code.ownership import is_file_of_user
 
 # Of so many batches: what changes with each is a counter.
 _STAYS = 2

@@ -73,10 +73,10 @@ PREFLIGHT = (
     ),
     fault(
         "a generator of torch's whose draws are looked for in the text of its state, which is cut short",
-        "step/isolation/random_generators.py",
+        "users_code/random_generators.py",
         "            return not torch.equal(now, self._before)\n",
         "            return str(now) != str(self._before)\n",
-        "tests/step/isolation/test_random_generators.py::test_each_kind_is_told_put_back_and_seeded[torch]",
+        "tests/users_code/test_random_generators.py::test_each_kind_is_told_put_back_and_seeded[torch]",
     ),
     fault(
         "a step that draws, taken for one that is not random by one more seed",
@@ -269,7 +269,7 @@ PREFLIGHT = (
     ),
     fault(
         "states of an own optimizer that trials leave",
-        "step/isolation/users_code.py",
+        "users_code/ownership.py",
         "    *(Optimizer, LRScheduler, GradScaler),\n",
         "    *(LRScheduler, GradScaler),\n",
         "tests/step/isolation/test_objects_of_libraries.py::test_what_a_step_does_to_them_is_put_back",
@@ -277,7 +277,7 @@ PREFLIGHT = (
     ),
     fault(
         "a number of a class that the file names, counted by each trial",
-        "step/isolation/traces.py",
+        "users_code/kept_outside.py",
         "            yield from _of_class(value, seen) if is_file_of_user(value.__module__) else ()\n",
         "            pass\n",
         "tests/step/isolation/test_objects_of_libraries.py::test_what_a_step_does_to_them_is_put_back",
@@ -481,7 +481,7 @@ PREFLIGHT = (
     ),
     fault(
         "schedules inside of another one, which a trial leaves stepped",
-        "step/isolation/traces.py",
+        "step/isolation/traces_in_run.py",
         "    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):\n",
         "    for schedule in [config.scheduler for config in trainer.lr_scheduler_configs]:\n",
         "tests/step/users_numbers/test_rates.py::test_rates_are_shown_as_later_and_put_back[sequence]",
@@ -656,21 +656,21 @@ PREFLIGHT = (
     ),
     fault(
         "an embedding that a trial of a later step has frozen",
-        "step/isolation/traces.py",
+        "step/isolation/traces_in_run.py",
         "[partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]",
         "[]",
         f"{COUNTED}[frozen]",
     ),
     fault(
         "a run that a trial of a later step has ended",
-        "step/isolation/traces.py",
+        "step/isolation/traces_in_run.py",
         "    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))\n",
         "",
         f"{COUNTED}[stopped]",
     ),
     fault(
         "a learning rate that a trial of a later step has lowered",
-        "step/isolation/traces.py",
+        "step/isolation/traces_in_run.py",
         "    mutable: list[Any] = [each.param_groups for each in trainer.optimizers]\n",
         "    mutable: list[Any] = []\n",
         f"{COUNTED}[rate]",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_sp.step.isolation.iterators import Count
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters, reads_batch_index
 from lightning_sp.testing import assert_sharded_equals_unsharded
+from lightning_sp.users_code.iterators import Count
 from tests.step.users_numbers import counted_ranks
 from tests.step.users_numbers import schedules_ranks as ranks
 

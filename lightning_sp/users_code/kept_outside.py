@@ -1,10 +1,10 @@
-"""What a step may leave outside of its module: in the Trainer, in optimizers and their schedules, in what the user's code keeps elsewhere.
+"""What the user's code keeps outside of its objects: attributes of classes, what functions close over, names of files.
 
-    if self.global_step >= 1_000: self.net.embedding.requires_grad_(False)     a trial shows the step this line at its beginning
-    Meter.seen += 1                                                            a class' attribute counts each trial
+    Meter.seen += 1         a class' attribute counts each forward, and each trial
+    LOSSES.append(loss)     and so does a list of a file
 
-`kept_outside` gives it by name, so that it is put back as attributes of modules are. Kept: attributes of the user's classes, what their
-functions close over, and numbers, lists and dicts of the user's own files. Libraries' objects and files on a disk cannot be known.
+`kept_outside` gives it by name, so that it can be put back as attributes of modules are. Libraries' objects and files on a disk cannot be
+known.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
-
-from lightning_sp.step.isolation.iterators import takes_from_iterators
-from lightning_sp.step.isolation.users_code import is_file_of_user, is_object_of_user
+from lightning_sp.users_code.iterators import takes_from_iterators
+from lightning_sp.users_code.ownership import is_file_of_user, is_object_of_user
 
 NUMBERS = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
@@ -42,47 +39,6 @@ class Kept(NamedTuple):
     put: Callable[[], object]
     exchange: Callable[[Any], object] | None = None
     cell: CellType | None = None
-
-
-def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object]], list[Any]]:
-    """Return what puts back the run that a module is in, and the mutable values of it whose contents are to be put back too.
-
-    Args:
-        root: whose parameters may be frozen.
-        trainer: None outside of a run.
-    """
-    undo: list[Callable[[], object]] = [partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]
-    if trainer is None:
-        return undo, []
-    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))
-    mutable: list[Any] = [each.param_groups for each in trainer.optimizers]
-    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):
-        attributes = vars(schedule)
-        undo.append(partial(attributes.update, dict(attributes)))
-        mutable += attributes.values()
-    return undo, [each for each in mutable if isinstance(each, _CONTAINERS)]
-
-
-def _with_inner(schedules: list[Any]) -> list[Any]:
-    """Return schedules, and those that they are made of."""
-    for each in schedules:  # which grows
-        inner = [value for value in vars(each).values() if isinstance(value, (list, tuple))]
-        schedules += [one for value in inner for one in value if isinstance(one, LRScheduler)]
-    return schedules
-
-
-def _numbers(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if type(value) in NUMBERS and not name.startswith("__")}
-
-
-def _restore_numbers(owner: Any, before: dict[str, Any]) -> None:
-    for name, value in _numbers(owner).items():
-        if name not in before:
-            delattr(owner, name)
-        elif before[name] is not value:
-            setattr(owner, name, before[name])
-    for name in before.keys() - vars(owner).keys():
-        setattr(owner, name, before[name])
 
 
 def kept_outside(owners: list[Any]) -> Iterator[Kept]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_sp.step.isolation.random_generators import RandomGenerator, is_random_generator
+from lightning_sp.users_code.random_generators import RandomGenerator, is_random_generator
 
 DRAWS = {
     "torch": (torch.Generator(), lambda generator: float(torch.rand((), generator=generator))),

@@ -45,6 +45,7 @@ from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, OF_COMPILED, TILED, as_options, of_each_block
 from lightning_sp.parallelize.recomputation import in_the_same_dtype
+from lightning_sp.parallelize.state_of_blocks import BlockState, once
 from lightning_sp.parallelize.tiled_mlp import MlpTiles
 from lightning_sp.weights.matmuls import KeptResults, is_kept
 
@@ -70,7 +71,7 @@ class _Block:
     """
 
     def __init__(self, number: int, module: nn.Module) -> None:
-        self.number, self.module = number, module
+        self.number, self.module, self.state = number, module, BlockState(module)
         # "none", "matmuls", "budget_<percent>", "selective", "full" or "measured".
         self.how = "none"
 
@@ -285,7 +286,7 @@ def _checkpointed(
         with checkpoints.graphs.recomputing(how):
             return forward(*args, **kwargs)
     kwargs = {name: None if name in _CACHES else value for name, value in kwargs.items()}
-    forward = in_the_same_dtype(forward)
+    forward = once(block.state, in_the_same_dtype(forward))
     recomputed = partial(checkpoint, use_reentrant=False)
     if how == "matmuls" and not torch.compiler.is_compiling():  # whose graphs write to nothing
         recomputed = partial(_with_results_as_they_were, block.module)

@@ -27,6 +27,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.datamodule import SequenceShardingDataModule
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.global_view.compiled.saved import compiled_within
 from lightning_sp.global_view.module_boundary import hide_from_fsdp
 from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
@@ -183,7 +184,9 @@ def _checkpoint_and_compile(
     take_over_checkpointing(module)
     if not sees_whole:
         for block in ours:
-            block.compile(backend=checkpoints.compile_block if backend else COMPILE_BACKEND)
+            block.compile(
+                backend=checkpoints.compile_block if backend else partial(compiled_within, "", COMPILE_BACKEND)
+            )
     if left:
         rank_zero_info(f"sequence_parallel: compile=True leaves {left} of {len(blocks)} blocks as you compiled them")
 

@@ -88,11 +88,11 @@ def _both(value: Any, copies: Copies) -> tuple[Any, ...]:
     if isinstance(value, _METHODS):
         first, kept = exchanged(value.__self__, copies)
         return getattr(first, _NEXT), getattr(kept, _NEXT)
-    known = value if isinstance(value, Count) else _known(value)
+    known = value if isinstance(value, Count) else known_count(value)
     return tee(value) if known is None else (known.copy(), known.copy())
 
 
-def _known(value: Iterator[Any]) -> Count | None:
+def known_count(value: Iterator[Any]) -> Count | None:
     """Return the count of plain numbers that an iterator is, which says its numbers; None for others."""
     if type(value) is not itertools.count:
         return None

@@ -9,6 +9,7 @@ known.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,11 +17,17 @@ from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+from torch import Tensor
+
+from lightning_sp.users_code.contents import Place
 from lightning_sp.users_code.iterators import takes_from_iterators
 from lightning_sp.users_code.ownership import is_file_of_user, is_object_of_user
 
 NUMBERS = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
+# Values that hold no others, and may be written to, or exchanged for others.
+_WITHOUT_NAMES = (*NUMBERS, Tensor, np.ndarray, itertools.count)
 
 
 class Kept(NamedTuple):
@@ -32,6 +39,7 @@ class Kept(NamedTuple):
         put: puts the name itself back.
         exchange: gives the name another value; None where that cannot be.
         cell: of a closure, in which the name is.
+        place: of its number or tensor: a class, a file or a cell; None where there is none.
     """
 
     name: str
@@ -39,6 +47,7 @@ class Kept(NamedTuple):
     put: Callable[[], object]
     exchange: Callable[[Any], object] | None = None
     cell: CellType | None = None
+    place: Place | None = None
 
 
 def kept_outside(owners: list[Any]) -> Iterator[Kept]:
@@ -93,7 +102,8 @@ def _attributes(owner: Any) -> Iterator[Any]:
 def _of_class(kind: type, seen: _Seen) -> Iterator[Kept]:
     if not seen.is_new(kind):
         return
-    yield Kept(kind.__name__, None, partial(_restore_names, kind, _plain_names(kind)))
+    place = Place(kind, partial(_plain_names, kind), partial(_restore_names, kind))
+    yield Kept(kind.__name__, None, partial(_restore_names, kind, _plain_names(kind)), place=place)
     for name, value in list(vars(kind).items()):
         function = _function(value)
         if function is not None:
@@ -142,7 +152,8 @@ def _of_function(function: FunctionType, seen: _Seen) -> Iterator[Kept]:
                 yield from _of_function(inner, seen)
             else:
                 put = partial(_refill, cell, value)
-                yield Kept(f"{own}.{name}", value, put, partial(setattr, cell, "cell_contents"), cell)
+                place = Place(cell, partial(_numbers_of_cell, cell), partial(_put_in_cell, cell))
+                yield Kept(f"{own}.{name}", value, put, partial(setattr, cell, "cell_contents"), cell, place)
     seen.add_file(function.__globals__)
 
 
@@ -163,7 +174,7 @@ def _of_file(names: dict[str, Any], seen: _Seen, *, follows: bool) -> Iterator[K
         else:
             exchange = partial(names.__setitem__, name)
             put = partial(_put_back, names, name, value, partial(exchange, value))
-            yield Kept(f"{names.get('__name__', '')}.{name}", value, put, exchange)
+            yield Kept(f"{names.get('__name__', '')}.{name}", value, put, exchange, place=_place_in_file(names, name))
             if isinstance(value, partial) and isinstance(value.func, FunctionType):
                 yield from _of_function(value.func, seen)
 
@@ -190,6 +201,23 @@ def _put_back(names: Any, name: str, value: Any, put: Callable[[], object]) -> N
     """Put a plain number back under its name."""
     if type(value) in NUMBERS and names.get(name) is not value:
         put()
+
+
+def _place_in_file(names: dict[str, Any], name: str) -> Place:
+    return Place(
+        (id(names), name),
+        lambda: {key: value for key, value in ((name, names.get(name)),) if isinstance(value, _WITHOUT_NAMES)},
+        names.update,
+    )
+
+
+def _numbers_of_cell(cell: CellType) -> list[Any]:
+    return [cell.cell_contents] if isinstance(cell.cell_contents, _WITHOUT_NAMES) else []
+
+
+def _put_in_cell(cell: CellType, before: list[Any]) -> None:
+    for value in before:
+        cell.cell_contents = value
 
 
 def _refill(cell: CellType, value: Any) -> None:

@@ -30,11 +30,16 @@ _OF_ATTRIBUTES = (
 
 def is_object_of_user(value: Any) -> bool:
     """Return whether a value is an object of the user's own, a metric, or another one whose attributes a step may count in."""
-    if isinstance(value, (Tensor, np.ndarray, dict, list, set, deque, tuple, str, type, Dataset, FunctionType)):
+    return not isinstance(value, type) and is_kind_of_user(type(value))
+
+
+def is_kind_of_user(kind: type) -> bool:
+    """Return whether objects of a class are the user's own, as `is_object_of_user` has it."""
+    if issubclass(kind, (Tensor, np.ndarray, dict, list, set, deque, tuple, str, Dataset, FunctionType)):
         return False
-    if isinstance(value, _OF_ATTRIBUTES):
+    if issubclass(kind, _OF_ATTRIBUTES):
         return True
-    return type(value).__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(type(value))
+    return kind.__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(kind)
 
 
 def is_class_of_user(found: type) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,11 @@ class RandomGenerator:
             generator.bit_generator.state = self._before
         else:
             generator.set_state(self._before)
+
+    @property
+    def generator(self) -> Any:
+        """The generator."""
+        return self._generator
 
     @property
     def has_drawn(self) -> bool:
@@ -89,7 +95,14 @@ def extreme_seed(seed: Callable[[int], Any], draw: Callable[[], Any], *, low: bo
 
 def is_random_generator(value: Any) -> bool:
     """Return whether a value is a generator whose state can be kept: the system's own has none."""
-    return isinstance(value, _KINDS) and not isinstance(value, random.SystemRandom)
+    kind: type = type(value)
+    return is_kind_of_generator(kind)
+
+
+@cache
+def is_kind_of_generator(kind: type) -> bool:
+    """Return whether objects of a class are such generators."""
+    return issubclass(kind, _KINDS) and not issubclass(kind, random.SystemRandom)
 
 
 def _state_of(generator: Any) -> Any:

@@ -126,7 +126,7 @@ class KeptResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._number >= len(self._calls) or self._calls[self._number] != (operator, shapes):
             raise SequenceParallelError(
                 f"activation_checkpointing='matmuls': {self._of} runs other products of matrices in its backward than in its forward (a table "
-                "that it makes at its first call, say), and results are matched by their order; make it before, or use "
+                "that a cached function makes at its first call, say), and results are matched by their order; make it before, or use "
                 "activation_checkpointing='selective'"
             )
         self._number += 1

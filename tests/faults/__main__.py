@@ -29,13 +29,14 @@ from tests.faults.planted.hangs import HANGS
 from tests.faults.planted.loss import LOSS
 from tests.faults.planted.memory import MEMORY
 from tests.faults.planted.preflight import PREFLIGHT
+from tests.faults.planted.recomputed_state import RECOMPUTED_STATE
 from tests.faults.planted.reductions import REDUCTIONS
 from tests.faults.planted.scores import SCORES
 from tests.faults.planted.tensor_parallel import TENSOR_PARALLEL
 from tests.faults.planted.users import USERS
 
 FAULTS = (
-    *LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *CHECKPOINTS, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *USERS, *PREFLIGHT,
+    *LOSS, *REDUCTIONS, *SCORES, *ATTENTION, *CHECKPOINTS, *DATA, *GROUPS, *GLOBAL_VIEW, *HANGS, *MEMORY, *RECOMPUTED_STATE, *USERS, *PREFLIGHT,
     *TENSOR_PARALLEL,
 )  # fmt: skip
 # How the line of a test that noticed ends.

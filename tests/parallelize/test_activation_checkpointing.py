@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -229,18 +231,21 @@ def test_what_a_block_returns_may_be_written_to_behind_it():
     assert torch.equal(*found)
 
 
+@functools.cache
+def table():
+    """Multiply at the first call alone. What a function of Python's keeps for itself cannot be shown again."""
+    return torch.ones(5, 1) @ torch.ones(1, 32)
+
+
 class Lazy(nn.Module):
     """A block that multiplies something at its first call alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-        self.table = None
 
     def forward(self, x):
-        if self.table is None:
-            self.table = torch.ones(5, 1) @ torch.ones(1, 32)
-        return torch.sin(self.second(torch.sin(self.first(x[0] * self.table))))[None]
+        return torch.sin(self.second(torch.sin(self.first(x[0] * table()))))[None]
 
 
 def test_a_block_that_runs_other_products_when_it_is_recomputed_is_refused_by_name():

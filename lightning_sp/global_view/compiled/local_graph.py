@@ -25,6 +25,7 @@ from lightning_sp.global_view.calls.taken_tokens import VIEWS, TakenTokens
 from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
 from lightning_sp.global_view.compiled.saved import Backend, compiled_within, recomputed
+from lightning_sp.global_view.compiled.written_inputs import copy_of_written, written_inputs
 from lightning_sp.global_view.compiled.written_nodes import written_nodes
 from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numbers
 from lightning_sp.global_view.rules.attention.written_attention import Scores
@@ -164,6 +165,8 @@ class _Variant:
         self.failure = ""
         self._graph, self._masks, self._recomputes = graph, masks, recomputes
         self._placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        written = written_inputs(graph)
+        self._written = [i for i, node in enumerate(self._placeholders) if node in written]
         self._reductions = 0
         self._running: _Functions | None = None
         self._outputs: list[_Output] | None = None
@@ -255,8 +258,11 @@ class _Variant:
         for mask, real_mask in zip(masks, self._real_masks, strict=True):
             note_numbers(mask, real_mask)
         with KnownNumbers(GlobalTensor), recomputed(self._recomputes) if self._recomputes else nullcontext():
+            copies = [copy_of_written(each) if i in self._written else each for i, each in enumerate(inner)]
             self._running = _Functions(self._graph, given_masks)
-            result = self._running.run(*inner)
+            result = self._running.run(*copies)
+            for i in self._written:
+                inner[i].copy_(copies[i])
             if self._running.gives_taken_tokens():
                 raise NotImplementedError("a token of the sequence leaves the graph")
             self._running = None

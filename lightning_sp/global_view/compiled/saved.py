@@ -24,9 +24,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op
 from lightning_sp.config import budget_percent
+from lightning_sp.global_view.compiled.written_inputs import copy_of_written, writing_to_copies
 from lightning_sp.weights.matmuls import is_kept
 
 _SAVED = tuple(each._opoverload for each in (attention_op, all_reduce_op, all_gather_op, all_to_all_op))
+_WRITTEN = copy_of_written._opoverload
 _numbers = count()
 
 Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -42,7 +44,7 @@ def recomputed(how: str) -> AbstractContextManager[Any]:
 
 
 def compiled_within(how: str, backend: str | Backend, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Return a backend's code of a graph that saves for its backward what a policy allows.
+    """Return a backend's code of a graph that saves for its backward what a policy allows, and nothing that it has written to.
 
     Args:
         how: the policy; empty for what the backend chooses. All but "budget_<percent>" is told by tags alone.
@@ -53,7 +55,7 @@ def compiled_within(how: str, backend: str | Backend, graph: GraphModule, inputs
     found: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     percent = budget_percent(how)
     with nullcontext() if percent is None else functorch.patch(activation_memory_budget=percent / 100):
-        made: Callable[..., Any] = found(graph, inputs)
+        made: Callable[..., Any] = found(writing_to_copies(graph), inputs)
     return made
 
 
@@ -68,7 +70,7 @@ def is_random(operator: Any) -> bool:
 
 
 def _within_budget(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    saved = operator in _SAVED or is_random(operator)
+    saved = operator in _SAVED or operator is _WRITTEN or is_random(operator)
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_SAVE
 
 
@@ -77,11 +79,12 @@ def _matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def _selective(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+    saved = operator in _SAVED or operator is _WRITTEN
+    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _full(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operator is _WRITTEN else CheckpointPolicy.MUST_RECOMPUTE
 
 
 _POLICIES = {"matmuls": _matmuls, "selective": _selective, "full": _full}

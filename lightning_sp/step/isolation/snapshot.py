@@ -12,13 +12,13 @@ Elementwise dropout draws other masks on shards than on the whole, so it is swit
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from queue import Empty, SimpleQueue
-from types import MemberDescriptorType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,14 @@ from lightning_sp.parallelize import abandon_forward
 from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
 from lightning_sp.step.isolation.traces_in_run import undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
+from lightning_sp.users_code.contents import (
+    kind_of_dict,
+    put_attributes,
+    put_elements,
+    put_items,
+    put_members,
+    slots_of,
+)
 from lightning_sp.users_code.iterators import Copies, exchanged, takes_from_iterators
 from lightning_sp.users_code.kept_outside import kept_outside
 from lightning_sp.users_code.ownership import OF_THE_FRAMEWORK, is_class_of_user, is_object_of_user
@@ -158,28 +166,22 @@ def random_generators(root: nn.Module) -> list[RandomGenerator]:
         elif is_object_of_user(value):
             waiting += [
                 *getattr(value, "__dict__", {}).values(),
-                *(getattr(value, n) for n in _slots(value) if hasattr(value, n)),
+                *(getattr(value, n) for n in slots_of(type(value)) if hasattr(value, n)),
             ]
     return found
 
 
 def _remember_attributes(owner: Any, undo: list[Callable[[], object]], copies: Copies) -> list[Any]:
     """Add to `undo` what puts the attributes of an object back, and return their values."""
-    slots = {name: getattr(owner, name) for name in _slots(owner) if hasattr(owner, name)}
+    slots = {name: getattr(owner, name) for name in slots_of(type(owner)) if hasattr(owner, name)}
     undo.extend(partial(setattr, owner, name, value) for name, value in slots.items())
     attributes = getattr(owner, "__dict__", {})
     watched = {name: value for name, value in attributes.items() if name not in OF_THE_FRAMEWORK}
     for name, value in watched.items():
         if takes_from_iterators(value):
             attributes[name], watched[name] = exchanged(value, copies)
-    undo.append(partial(_restore_attributes, attributes, watched))
+    undo.append(partial(put_attributes, attributes, watched))
     return [*watched.values(), *slots.values()]
-
-
-def _slots(owner: Any) -> list[str]:
-    """Return the names of an object's attributes that are in no dict, where its class is the user's: none of a class in C, which are read."""
-    kinds = [each for each in type(owner).__mro__ if "__slots__" in vars(each) and is_class_of_user(each)]
-    return [name for each in kinds for name, value in vars(each).items() if isinstance(value, MemberDescriptorType)]
 
 
 def _restore_children(module: nn.Module, before: dict[str, nn.Module | None]) -> None:
@@ -187,12 +189,6 @@ def _restore_children(module: nn.Module, before: dict[str, nn.Module | None]) ->
     if [*module._modules.items()] != [*before.items()]:
         module._modules.clear()
         module._modules.update(before)
-
-
-def _restore_attributes(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    for name in [n for n in attributes if n not in before and n not in OF_THE_FRAMEWORK]:
-        del attributes[name]
-    attributes.update(before)
 
 
 def _remember_all(
@@ -227,7 +223,7 @@ def _remember_tables(owner: Any, undo: list[Callable[[], object]], visited: set[
         return
     visited.add(id(owner))
     attributes = getattr(owner, "__dict__", {})
-    undo.append(partial(_restore_attributes, attributes, dict(attributes)))
+    undo.append(partial(put_attributes, attributes, dict(attributes)))
     for _, value in tables_of(owner):
         if id(value) not in visited:
             visited.add(id(value))
@@ -247,26 +243,26 @@ def _remember(value: Any, undo: list[Callable[[], object]], copies: Copies, *, o
             elif isinstance(value, np.ndarray) and value.flags.writeable and _bytes(value) <= MAX_BYTES:
                 undo.append(partial(np.copyto, value, value.copy()))
     elif isinstance(value, dict):
-        before = dict(_kind(value).items(value))
+        before = dict(kind_of_dict(value).items(value))
         children = list(before.values())
         for key, each in before.items() if len(before) <= MAX_VISITED else ():
             if takes_from_iterators(each):
                 first, before[key] = exchanged(each, copies)
-                _kind(value).__setitem__(value, key, first)
-        undo.append(partial(_restore_dict, value, before))
+                kind_of_dict(value).__setitem__(value, key, first)
+        undo.append(partial(put_items, value, before))
     elif isinstance(value, (list, deque)):
         sequence = children = list(value)
         if len(sequence) <= MAX_VISITED and any(map(takes_from_iterators, sequence)):
-            _restore_sequence(value, [exchanged(each, copies)[0] for each in children])
+            put_elements(value, [exchanged(each, copies)[0] for each in children])
             sequence = [exchanged(each, copies)[1] for each in children]
-        undo.append(partial(_restore_sequence, value, sequence))
+        undo.append(partial(put_elements, value, sequence))
     elif isinstance(value, (array, bytearray)):
         undo.append(partial(value.__setitem__, slice(None), value[:]))
     elif isinstance(value, SimpleQueue):
         undo.append(partial(_refill, value, _drained(value)))
         undo[-1]()
     elif isinstance(value, set):
-        undo.append(partial(_restore_set, value, set(value)))
+        undo.append(partial(put_members, value, set(value)))
     elif isinstance(value, tuple):
         children = list(value)
     elif isinstance(value, partial):
@@ -309,33 +305,9 @@ def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return tensor
 
 
-def _kind(value: dict[Any, Any]) -> type[dict[Any, Any]]:
-    return OrderedDict if isinstance(value, OrderedDict) else dict
-
-
-def _restore_dict(value: dict[Any, Any], before: dict[Any, Any]) -> None:
-    """Put the items back by Python's own methods: those of a class may refuse, as of a frozen configuration, or count."""
-    kind = _kind(value)
-    if [*map(id, kind.keys(value)), *map(id, kind.values(value))] != [*map(id, before), *map(id, before.values())]:
-        kind.clear(value)
-        for key, each in before.items():
-            kind.__setitem__(value, key, each)
-
-
 def _remove_new(hooks: dict[int, Any], before: set[int]) -> None:
     for each in hooks.keys() - before:
         del hooks[each]
-
-
-def _restore_set(value: set[Any], before: set[Any]) -> None:
-    set.clear(value)
-    set.update(value, before)
-
-
-def _restore_sequence(value: list[Any] | deque[Any], before: list[Any]) -> None:
-    kind: Any = list if isinstance(value, list) else deque
-    kind.clear(value)
-    kind.extend(value, before)
 
 
 def _drained(queue: SimpleQueue[Any]) -> list[Any]:

@@ -464,14 +464,14 @@ USERS = (
     ),
     fault(
         "a dict put back by methods of its class, which a frozen configuration refuses",
-        "step/isolation/snapshot.py",
+        "users_code/contents.py",
         "            kind.__setitem__(value, key, each)\n",
         "            value.update({key: each})\n",
         "tests/step/isolation/test_isolation.py::test_dicts_and_lists_of_classes_are_put_back_by_no_method_of_theirs",
     ),
     fault(
         "attributes of a function in C that are written, which it refuses",
-        "step/isolation/snapshot.py",
+        "users_code/contents.py",
         'if "__slots__" in vars(each) and is_class_of_user(each)]',
         "if is_class_of_user(each)]",
         "tests/step/isolation/test_isolation.py::test_a_function_in_c_that_a_module_holds_is_left_alone",

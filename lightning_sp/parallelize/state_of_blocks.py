@@ -1,0 +1,307 @@
+"""What a block keeps from one call to the next: counters, batch norm's statistics, a list of losses, a random generator, a switch.
+
+    forward        of a checkpointed block; it may write to what it keeps
+    ...            others may write to it, too: a second forward, `model.scale = 2.0`, `model.eval()`
+    recomputation  in the backward; it sees what its forward saw, and what it writes is gone behind it
+
+So a block is as it would be without a checkpoint, where torch's own would count twice. Looked at are the attributes and buffers of its
+modules, what lists, dicts and the user's own objects in them hold, and random generators; of what else the user's code keeps, in files,
+classes, closures and the owners of hooks, what the block's first call has changed.
+
+Small tensors are copied in each call, without a wait for the device; larger ones in the first, and later those that it wrote to.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_sp.errors import SequenceParallelError
+from lightning_sp.users_code.contents import Place, places_of
+from lightning_sp.users_code.iterators import known_count
+from lightning_sp.users_code.kept_outside import kept_outside
+from lightning_sp.users_code.random_generators import RandomGenerator, is_kind_of_generator
+
+# In bytes: what is copied in each call, and in the first. Of the tensors of a list of more than so many none is copied in each call.
+_SMALL, _LARGEST, _MOST_TENSORS = 1 << 16, 1 << 26, 64
+# The elements of longer lists and dicts are not looked into.
+_MOST_VISITED = 10_000
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
+_TENSORS = frozenset((Tensor, nn.Buffer))
+# A list, dict or object, and a name in it.
+_Name = tuple[int, Any]
+
+
+class BlockState:
+    """What one block keeps. A class because its first call tells which larger tensors it writes to, and what it changes elsewhere.
+
+    Args:
+        block: the module.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self.block = block
+        self.is_known = False
+        self.written: set[_Name] = set()
+        self.outside: list[Any] = []
+
+
+class _SeenState:
+    """What one call of a block saw. A class because its recomputations are to see it again.
+
+    Args:
+        state: of the block.
+    """
+
+    def __init__(self, state: BlockState) -> None:
+        self._state = state
+        # Nothing of this is an operator of the block's: a selective checkpoint counts those of a recomputation.
+        with _disable_current_modes():
+            self._own = _Look(state.written, is_first=not state.is_known)
+            self._own.visit([*state.block.modules(), *state.outside])
+            self._outside = _Look(set(), visited=self._own.visited)
+            if not state.is_known:
+                self._outside.visit(list(_outside(state.block)))
+
+    def compare(self) -> None:
+        """Compare with what there is behind the forward.
+
+        Raises:
+            SequenceParallelError: it wrote to a tensor of which there is no copy.
+        """
+        state = self._state
+        if not state.is_known:
+            state.is_known = True
+            with _disable_current_modes():
+                state.written |= self._own.names_written()
+                self._outside.keep_changed()
+            state.outside = self._outside.roots()
+        if (found := self._own.written_without_copy()) is not None:
+            name, tensor = found
+            raise SequenceParallelError(
+                f"activation_checkpointing: the forward of {type(state.block).__name__} writes in place to a tensor of shape "
+                f"{tuple(tensor.shape)} that it keeps ({name!r}), and {_why_not_copied(tensor)}: the backward, which computes the block again, "
+                "would see what was written; make another tensor of it (`self.n = self.n + 1`), or use activation_checkpointing='none'"
+            )
+        self._own.drop_copies(state.written)
+
+    def show(self) -> Callable[[], None]:
+        """Let everything be as it was; return what takes that back."""
+        with _disable_current_modes():
+            undo = [self._own.show(), self._outside.show()]
+
+        def take_back() -> None:
+            for each in undo:
+                each()
+
+        return take_back
+
+
+def once(state: BlockState, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is `forward` in its first call; in those that follow it sees what that saw, and leaves nothing behind.
+
+    Args:
+        state: of the block whose forward it is.
+        forward: to be recomputed.
+    """
+    seen: _SeenState | None = None
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal seen
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)  # a graph writes to what a block keeps once, in its forward
+        if seen is None:
+            seen = _SeenState(state)
+            output = forward(*args, **kwargs)
+            seen.compare()
+            return output
+        take_back = seen.show()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            take_back()
+
+    return run
+
+
+class _Look:
+    """What is kept at one time.
+
+    Args:
+        written: the names of larger tensors that are copied.
+        is_first: copy all larger ones.
+        visited: what is not looked at, by its number.
+    """
+
+    def __init__(self, written: set[_Name], *, is_first: bool = False, visited: set[int] | None = None) -> None:
+        self.visited = set() if visited is None else set(visited)
+        self._written, self._is_first = written, is_first
+        self._places: list[tuple[Place, Any]] = []
+        self._generators: list[RandomGenerator] = []
+        # Of each tensor, array and count by its number: itself, and what it was.
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        # Tensors that are written to seldom: their names, and the count of writes to each.
+        self._larger: list[tuple[_Name, Tensor, int | None]] = []
+
+    def visit(self, waiting: list[Any]) -> None:
+        """Look at values, and at what they hold."""
+        while waiting:
+            value = waiting.pop()
+            if id(value) in self.visited:
+                continue
+            self.visited.add(id(value))
+            kind: type = type(value)
+            if is_kind_of_generator(kind):
+                self._generators.append(RandomGenerator(value))
+                continue
+            for place in [value] if type(value) is Place else places_of(value):
+                contents = place.read()
+                self._places.append((place, contents))
+                if 0 < len(contents) <= _MOST_VISITED:
+                    names = contents.items() if type(contents) is dict else enumerate(contents)
+                    found = [each for each in names if type(each[1]) not in _PLAIN]
+                    self._copy(place, contents, found)
+                    waiting += [each for _, each in found]
+
+    def _copy(self, place: Place, contents: Any, found: list[tuple[Any, Any]]) -> None:
+        can_show = place.put is not None and type(contents) is not set
+        for name, value in found:
+            if id(value) in self._copies:
+                continue
+            if type(value) in _TENSORS:
+                if not value.is_meta:
+                    self._copy_tensor((id(place.holder), name), value, can_show, len(found) <= _MOST_TENSORS)
+            elif can_show and isinstance(value, np.ndarray) and value.nbytes <= _LARGEST:
+                self._copies[id(value)] = value, value.copy()
+            elif can_show and type(value) is itertools.count and (count := known_count(value)) is not None:
+                self._copies[id(value)] = value, count
+
+    def _copy_tensor(self, name: _Name, value: Tensor, can_show: bool, are_few: bool) -> None:
+        size = value.numel() * value.element_size()
+        is_small = size <= _SMALL and are_few and can_show and not value.requires_grad
+        if not is_small:
+            self._larger.append((name, value, _count(value)))
+        copies = is_small or (self._is_first and size <= _LARGEST) or name in self._written
+        if copies and can_show and not value.requires_grad:
+            self._copies[id(value)] = value, value.detach().clone()
+
+    def names_written(self) -> set[_Name]:
+        """Return the names of the larger tensors that are copied, and are not what they were."""
+        copied = [each for each in self._larger if id(each[1]) in self._copies]
+        return {
+            name
+            for name, tensor, version in copied
+            if _count(tensor) != version or not torch.equal(tensor, self._copies[id(tensor)][1])
+        }
+
+    def written_without_copy(self) -> tuple[Any, Tensor] | None:
+        """Return the name of a tensor that was written to and has no copy, and the tensor; None where there is none."""
+        for (_, name), tensor, version in self._larger:
+            if id(tensor) not in self._copies and _count(tensor) != version:
+                return name, tensor
+        return None
+
+    def drop_copies(self, written: set[_Name]) -> None:
+        """Let go of the copies of larger tensors that are not written to."""
+        for name, tensor, _ in self._larger:
+            if name not in written:
+                self._copies.pop(id(tensor), None)
+
+    def keep_changed(self) -> None:
+        """Forget what is as it was."""
+        self._places = [each for each in self._places if self._has_changed(*each)]
+        self._generators = [each for each in self._generators if each.has_drawn]
+
+    def _has_changed(self, place: Place, contents: Any) -> bool:
+        copied = [self._copies[id(each)] for each in _values(contents) if id(each) in self._copies]
+        return not _is_same(place.read(), contents) or any(_differs(*each) for each in copied)
+
+    def roots(self) -> list[Any]:
+        """Return where it looked."""
+        return [place for place, _ in self._places] + [each.generator for each in self._generators]
+
+    def show(self) -> Callable[[], None]:
+        """Let everything be as it was; return what takes that back."""
+        now = [(place, place.read()) for place, _ in self._places]
+        generators = [RandomGenerator(each.generator) for each in self._generators]
+        _put([(place, self._with_copies(contents)) for place, contents in self._places])
+        for each in self._generators:
+            each()
+
+        def take_back() -> None:
+            _put(now)
+            for each in generators:
+                each()
+
+        return take_back
+
+    def _with_copies(self, contents: Any) -> Any:
+        if self._copies.keys().isdisjoint(map(id, _values(contents))):
+            return contents
+        if isinstance(contents, dict):
+            return {name: self._as_it_was(value) for name, value in contents.items()}
+        return [self._as_it_was(value) for value in contents]
+
+    def _as_it_was(self, value: Any) -> Any:
+        if id(value) not in self._copies:
+            return value
+        _, copy = self._copies[id(value)]
+        return copy.clone() if isinstance(copy, Tensor) else copy.copy()
+
+
+def _put(places: list[tuple[Place, Any]]) -> None:
+    for place, contents in places:
+        if place.put is not None and not _is_same(place.read(), contents):
+            place.put(contents)
+
+
+def _outside(block: nn.Module) -> Iterator[Any]:
+    """Yield what a block may write to that is not its own: what its code keeps, and the owners of hooks."""
+    modules = list(block.modules())
+    for kept in kept_outside(modules):
+        yield from (each for each in (kept.value, kept.place) if each is not None)
+    for module in modules:
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            yield from (hook.__self__ for hook in hooks.values() if isinstance(hook, MethodType))
+
+
+def _values(contents: Any) -> Any:
+    return contents.values() if isinstance(contents, dict) else contents
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two contents are of the same objects under the same names."""
+    if isinstance(a, set):
+        return bool(a == b)
+    if isinstance(a, dict) and a.keys() != b.keys():
+        return False
+    return [*map(id, _values(a))] == [*map(id, _values(b))]
+
+
+def _differs(now: Any, before: Any) -> bool:
+    if isinstance(now, Tensor):
+        return not torch.equal(now.detach(), before)
+    return not np.array_equal(now, before) if isinstance(now, np.ndarray) else repr(now) != repr(before)
+
+
+def _count(tensor: Tensor) -> int | None:
+    """Return how often a tensor was written to; None where torch does not count that."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _why_not_copied(tensor: Tensor) -> str:
+    size = tensor.numel() * tensor.element_size()
+    if tensor.requires_grad:
+        return "it has a gradient"
+    return (
+        f"it has {size:,} bytes"
+        if size > _LARGEST
+        else f"its first call did not, so that its {size:,} bytes were not copied"
+    )

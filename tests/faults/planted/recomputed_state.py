@@ -1,0 +1,83 @@
+"""Faults of what blocks keep from one call to the next, where they are recomputed or compiled."""
+
+from __future__ import annotations
+
+from tests.faults.fault import fault
+
+FILE = "parallelize/state_of_blocks.py"
+TESTS = "tests/parallelize/test_state_of_blocks.py"
+ALIKE = f"{TESTS}::test_recomputed_blocks_are_as_they_would_be"
+COMPILED = "tests/parallelize/test_compiled_state.py::test_compiled_blocks_are_as_they_would_be"
+
+RECOMPUTED_STATE = (
+    fault(
+        "a block that counts once more in its backward",
+        FILE,
+        "            take_back()\n\n    return run",
+        "            pass\n\n    return run",
+        f"{ALIKE}[CountsUnread-selective]",
+    ),
+    fault(
+        "a recomputation that sees what later forwards have left",
+        FILE,
+        "        _put([(place, self._with_copies(contents)) for place, contents in self._places])\n",
+        "",
+        f"{TESTS}::test_each_of_several_forwards_is_seen_again_as_it_was[Lists]",
+    ),
+    fault(
+        "a buffer that a recomputation writes to itself",
+        FILE,
+        "            self._copies[id(value)] = value, value.detach().clone()\n",
+        "            self._copies[id(value)] = value, value\n",
+        f"{ALIKE}[Counts-selective]",
+    ),
+    fault(
+        "a larger buffer that is not known as one that is written to",
+        FILE,
+        "                state.written |= self._own.names_written()\n",
+        "",
+        f"{ALIKE}[WritesMuch-selective]",
+    ),
+    fault(
+        "a list of a file that a recomputation makes longer",
+        FILE,
+        "            state.outside = self._outside.roots()\n",
+        "",
+        f"{ALIKE}[KeepsInFile-selective]",
+    ),
+    fault(
+        "a generator that draws further numbers in a recomputation",
+        FILE,
+        "        for each in self._generators:\n            each()\n\n        def",
+        "        def",
+        f"{ALIKE}[Draws-selective]",
+    ),
+    fault(
+        "a write that no copy undoes",
+        FILE,
+        "        if (found := self._own.written_without_copy()) is not None:\n",
+        "        if (found := self._own.written_without_copy()) is not None and False:\n",
+        f"{TESTS}::test_a_write_that_is_not_undone_is_refused[late]",
+    ),
+    fault(
+        "a compiled backward that reads a buffer behind its write",
+        "global_view/compiled/saved.py",
+        "found(writing_to_copies(graph), inputs)",
+        "found(graph, inputs)",
+        f"{COMPILED}[Read-none]",
+    ),
+    fault(
+        "a copy of a buffer that a small budget computes again from what was written",
+        "global_view/compiled/written_inputs.py",
+        '        copy.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_SAVE}\n',
+        "        copy.meta = {**node.meta}\n",
+        "tests/parallelize/test_compiled_state.py::test_a_copy_of_what_is_written_is_never_computed_again[budget_1]",
+    ),
+    fault(
+        "a graph of the global view that reads a buffer behind its write",
+        "global_view/compiled/local_graph.py",
+        "        self._written = [i for i, node in enumerate(self._placeholders) if node in written]\n",
+        "        self._written: list[int] = []\n",
+        "tests/trainer/test_kept_by_blocks.py::test_a_fit_is_that_of_one_device[compiled in the global view, selective-counter]",
+    ),
+)

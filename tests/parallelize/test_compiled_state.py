@@ -1,0 +1,87 @@
+"""A compiled block that writes to what it keeps, and reads it: the gradients and the state of one that is not compiled."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_sp.global_view.compiled.saved import compiled_within
+from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
+from lightning_sp.testing import max_error
+from tests.parallelize import test_state_of_blocks as blocks
+
+KINDS = (
+    *(blocks.Counts, blocks.CountsUnread, blocks.Reassigns, blocks.Averages, blocks.WritesMuch, blocks.Normalizes, blocks.Spectral),
+    *(blocks.CountsInPython, blocks.Lists, blocks.Remembers, blocks.KeepsInFile),
+)  # fmt: skip
+
+
+class Read(blocks.Counts):
+    """What it wrote itself, without a copy: torch's partitioner computes it again from what was written."""
+
+    def keeps(self, h):
+        self.n += 1
+        return h * self.n
+
+
+class ReadByData(Read):
+    def keeps(self, h):
+        self.n.data.add_(1)
+        return h * self.n
+
+
+def trained(kind, policy, backend):
+    torch.compiler.reset()
+    torch.manual_seed(7)
+    blocks.LOSSES.clear()
+    blocks.CountsInClass.by_call.clear()
+    blocks.CountsInClass.calls = blocks.CALLS = 0
+    model = nn.Sequential(kind(), kind()).double()
+    if policy is not None:
+        checkpoints = checkpoint_blocks(model, list(model), policy, measures=False, backend=backend)
+        for block in model:
+            block.compile(backend=checkpoints.compile_block)
+    found = []
+    for step in range(3):
+        model.zero_grad()
+        torch.manual_seed(step)
+        out = model(torch.rand(2, blocks.TOKENS, blocks.WIDTH, dtype=torch.float64))
+        loss = out.square().mean() + sum(blocks.LOSSES)
+        blocks.LOSSES.clear()
+        loss.backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters()), *(b.clone() for b in model.buffers())]
+        found += [torch.tensor([float(block.seen), blocks.CountsInClass.calls, blocks.CALLS]) for block in model]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "none",
+        "budget_1",
+        "selective",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("budget_50", "full", "matmuls")),
+    ],
+)
+@pytest.mark.parametrize("kind", [*KINDS, Read, ReadByData], ids=lambda kind: kind.__name__)
+def test_compiled_blocks_are_as_they_would_be(kind, policy):
+    found, expected = trained(kind, policy, "aot_eager"), trained(kind, None, "")
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert (a - b).abs().max() <= 1e-12 * (1 + b.abs().max()), (number, a, b)
+
+
+@pytest.mark.parametrize("how", ["", "budget_1"])
+def test_a_copy_of_what_is_written_is_never_computed_again(how):
+    x, found = torch.rand(2, blocks.TOKENS, blocks.WIDTH, dtype=torch.float64), []
+    for backend in (None, partial(compiled_within, how, "aot_eager")):
+        torch.compiler.reset()
+        torch.manual_seed(7)
+        block = Read().double()
+        run = block if backend is None else torch.compile(block, backend=backend)
+        run(x).square().mean().backward()
+        found.append(block.linear.weight.grad)
+    assert max_error(*found) < 1e-12

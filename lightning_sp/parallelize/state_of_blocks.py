@@ -14,6 +14,7 @@ Small tensors are copied in each call, without a wait for the device; larger one
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
@@ -31,8 +32,8 @@ from lightning_sp.users_code.random_generators import RandomGenerator, is_kind_o
 
 # In bytes: what is copied in each call, and in the first. Of the tensors of a list of more than so many none is copied in each call.
 _SMALL, _LARGEST, _MOST_TENSORS = 1 << 16, 1 << 26, 64
-# The elements of longer lists and dicts are not looked into.
-_MOST_VISITED = 10_000
+# The elements of longer lists and dicts are not looked into; nor, of what is not the block's own, what is behind so many: a corpus, say.
+_MOST_VISITED, _MOST_OUTSIDE = 10_000, 100_000
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
 _TENSORS = frozenset((Tensor, nn.Buffer))
 # A list, dict or object, and a name in it.
@@ -52,6 +53,10 @@ class BlockState:
         self.written: set[_Name] = set()
         self.outside: list[Any] = []
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of a block learns for itself."""
+        return BlockState, (self.block,)
+
 
 class _SeenState:
     """What one call of a block saw. A class because its recomputations are to see it again.
@@ -66,7 +71,7 @@ class _SeenState:
         with _disable_current_modes():
             self._own = _Look(state.written, is_first=not state.is_known)
             self._own.visit([*state.block.modules(), *state.outside])
-            self._outside = _Look(set(), visited=self._own.visited)
+            self._outside = _Look(set(), visited=self._own.visited, most=_MOST_OUTSIDE)
             if not state.is_known:
                 self._outside.visit(list(_outside(state.block)))
 
@@ -131,6 +136,25 @@ def once(state: BlockState, forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def leaves_alone(module: nn.Module, call: Callable[[], object]) -> bool:
+    """Return whether a call leaves what a module keeps, and what else its code keeps, as it was; where it does not, that is put back.
+
+    Args:
+        module: that is called, with the modules in it.
+        call: of it.
+    """
+    own = _Look(set(), is_first=True)
+    own.visit([*module.modules()])
+    outside = _Look(set(), visited=own.visited, most=_MOST_OUTSIDE)
+    outside.visit(list(_outside(module)))
+    looks = own, outside
+    call()
+    for look in looks:
+        look.keep_changed()
+        look.put_back()
+    return not any(look.roots() for look in looks)
+
+
 class _Look:
     """What is kept at one time.
 
@@ -138,9 +162,13 @@ class _Look:
         written: the names of larger tensors that are copied.
         is_first: copy all larger ones.
         visited: what is not looked at, by its number.
+        most: of how many lists, dicts and elements in them it looks at the elements.
     """
 
-    def __init__(self, written: set[_Name], *, is_first: bool = False, visited: set[int] | None = None) -> None:
+    def __init__(
+        self, written: set[_Name], *, is_first: bool = False, visited: set[int] | None = None, most: float = math.inf
+    ) -> None:
+        self._most = most
         self.visited = set() if visited is None else set(visited)
         self._written, self._is_first = written, is_first
         self._places: list[tuple[Place, Any]] = []
@@ -164,7 +192,8 @@ class _Look:
             for place in [value] if type(value) is Place else places_of(value):
                 contents = place.read()
                 self._places.append((place, contents))
-                if 0 < len(contents) <= _MOST_VISITED:
+                if 0 < len(contents) <= min(_MOST_VISITED, self._most):
+                    self._most -= len(contents)
                     names = contents.items() if type(contents) is dict else enumerate(contents)
                     found = [each for each in names if type(each[1]) not in _PLAIN]
                     self._copy(place, contents, found)
@@ -241,6 +270,19 @@ class _Look:
                 each()
 
         return take_back
+
+    def put_back(self) -> None:
+        """Let everything be as it was, in the same tensors and arrays."""
+        with torch.no_grad():
+            for place, contents in self._places:
+                for value, copy in (self._copies[id(each)] for each in _values(contents) if id(each) in self._copies):
+                    if isinstance(value, Tensor):
+                        value.data.copy_(copy)
+                    elif isinstance(value, np.ndarray):
+                        np.copyto(value, copy)
+                _put([(place, contents)])
+        for each in self._generators:
+            each()
 
     def _with_copies(self, contents: Any) -> Any:
         if self._copies.keys().isdisjoint(map(id, _values(contents))):

@@ -25,6 +25,7 @@ from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.recomputation import in_the_same_dtype
+from lightning_sp.parallelize.state_of_blocks import leaves_alone
 from lightning_sp.weights.matmuls import keeping_none
 
 # Tokens that a first call is tried on, twice: whole, and its halves by themselves.
@@ -88,9 +89,15 @@ class TiledMLP:
 
     @torch.no_grad()
     def _try(self, x: Tensor) -> bool:
-        """Return whether some tokens give the same by themselves; warn where they do not."""
+        """Return whether some tokens give the same by themselves, and leave no trace; warn where they do not."""
         few = x[..., :_TRIED_TOKENS, :]
         half = few.shape[-2] // 2
+        if not leaves_alone(self.module, partial(self.forward, few)):
+            rank_zero_warn(
+                f"mlp_tile_tokens: {type(self.module).__name__} writes in its forward to what it keeps, which each tile would do; "
+                "it runs whole"
+            )
+            return False
         whole, parts = self.forward(few), [self.forward(few[..., :half, :]), self.forward(few[..., half:, :])]
         if isinstance(whole, Tensor) and whole.shape == few.shape:
             error = (torch.cat(parts, -2) - whole).abs().max()

@@ -180,3 +180,40 @@ def test_a_model_of_hugging_face_trains_as_without(pools, strategy):
     ]
     for whole, tiled in pools(2).run(scenarios.fits, cases):
         same_run(tiled, whole)
+
+
+class Counts(MLP):
+    """Counts its calls, in a buffer that it reads, in a list, and in a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(8))
+        self.seen: list[int] = []
+        self.generator = torch.Generator().manual_seed(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.data.add_(1)
+        self.seen.append(1)
+        noise = torch.rand(8, generator=self.generator, dtype=x.dtype)
+        return super().forward(x) * self.calls.clone() * noise
+
+
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_one_that_writes_to_what_it_keeps_runs_whole(is_watched):
+    found = []
+    for tiles in (False, True):
+        torch.manual_seed(0)
+        block, x = Block(Counts() if is_watched else MLP()).double(), torch.randn(1, 23, 8, dtype=torch.float64)
+        if tiles:
+            tile_mlps([block], 6)
+        for _ in range(2):
+            if tiles and is_watched and not block.mlp.seen:
+                with pytest.warns(
+                    UserWarning, match=r"Counts writes in its forward to what it keeps, .* it runs whole"
+                ):
+                    grads = gradients(block, x)
+            else:
+                grads = gradients(block, x)
+        found.append([*grads, *block.buffers(), len(getattr(block.mlp, "seen", []))])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12) if isinstance(one, Tensor) else one == other

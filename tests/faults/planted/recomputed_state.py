@@ -80,4 +80,11 @@ RECOMPUTED_STATE = (
         "        self._written: list[int] = []\n",
         "tests/trainer/test_kept_by_blocks.py::test_a_fit_is_that_of_one_device[compiled in the global view, selective-counter]",
     ),
+    fault(
+        "an MLP that counts each of its tiles",
+        "parallelize/tiled_mlp.py",
+        "        if not leaves_alone(self.module, partial(self.forward, few)):\n",
+        "        if False:\n",
+        "tests/parallelize/test_tiled_mlp.py::test_one_that_writes_to_what_it_keeps_runs_whole[True]",
+    ),
 )

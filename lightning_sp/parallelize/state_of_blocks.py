@@ -16,6 +16,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from copy import copy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -51,6 +53,8 @@ class BlockState:
         self.block = block
         self.is_known = False
         self.written: set[_Name] = set()
+        # What the user's code keeps that is not the block's own: all of it, and where the first call has changed something.
+        self.elsewhere: list[Any] = []
         self.outside: list[Any] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,11 +73,14 @@ class _SeenState:
         self._state = state
         # Nothing of this is an operator of the block's: a selective checkpoint counts those of a recomputation.
         with _disable_current_modes():
-            self._own = _Look(state.written, is_first=not state.is_known)
-            self._own.visit([*state.block.modules(), *state.outside])
-            self._outside = _Look(set(), visited=self._own.visited, most=_MOST_OUTSIDE)
             if not state.is_known:
-                self._outside.visit(list(_outside(state.block)))
+                state.elsewhere = list(_outside(state.block))
+            fixed = {id(each) for each in state.elsewhere}
+            self._own = _Look(state.written, is_first=not state.is_known, fixed=fixed)
+            self._own.visit([*state.block.modules(), *state.outside])
+            self._outside = _Look(set(), visited=self._own.visited, fixed=fixed, most=_MOST_OUTSIDE)
+            if not state.is_known:
+                self._outside.visit([*state.elsewhere])
 
     def compare(self) -> None:
         """Compare with what there is behind the forward.
@@ -95,7 +102,8 @@ class _SeenState:
                 f"{tuple(tensor.shape)} that it keeps ({name!r}), and {_why_not_copied(tensor)}: the backward, which computes the block again, "
                 "would see what was written; make another tensor of it (`self.n = self.n + 1`), or use activation_checkpointing='none'"
             )
-        self._own.drop_copies(state.written)
+        self._own.settle(state.written)
+        self._outside.settle(set())
 
     def show(self) -> Callable[[], None]:
         """Let everything be as it was; return what takes that back."""
@@ -162,13 +170,20 @@ class _Look:
         written: the names of larger tensors that are copied.
         is_first: copy all larger ones.
         visited: what is not looked at, by its number.
+        fixed: what others have, too, by its number: it is not copied.
         most: of how many lists, dicts and elements in them it looks at the elements.
     """
 
     def __init__(
-        self, written: set[_Name], *, is_first: bool = False, visited: set[int] | None = None, most: float = math.inf
+        self,
+        written: set[_Name],
+        *,
+        is_first: bool = False,
+        visited: set[int] | None = None,
+        fixed: set[int] | None = None,
+        most: float = math.inf,
     ) -> None:
-        self._most = most
+        self._most, self._fixed = most, fixed or set()
         self.visited = set() if visited is None else set(visited)
         self._written, self._is_first = written, is_first
         self._places: list[tuple[Place, Any]] = []
@@ -237,11 +252,44 @@ class _Look:
                 return name, tensor
         return None
 
-    def drop_copies(self, written: set[_Name]) -> None:
-        """Let go of the copies of larger tensors that are not written to."""
+    def settle(self, written: set[_Name]) -> None:
+        """Behind the forward, let go of what no recomputation reads: copies of what was not written to, and graphs of earlier steps."""
         for name, tensor, _ in self._larger:
             if name not in written:
                 self._copies.pop(id(tensor), None)
+        self._larger.clear()
+        self.visited.clear()
+        if any(_has_graph(value) for _, contents in self._places for value in _values(contents)):
+            self._let_graphs_go()
+
+    def _let_graphs_go(self) -> None:
+        """Keep the numbers of tensors that have a graph, and not the graph: it may hold the checkpoint of an earlier step, which holds another.
+
+        What holds such tensors and is itself held is copied, as it was; it need not be shown by itself then.
+        """
+        made: dict[int, Any] = {}
+
+        def without(value: Any) -> Any:
+            if _has_graph(value) and id(value) not in made:
+                made[id(value)] = value.detach().requires_grad_()
+            return made.get(id(value), value)
+
+        def mapped(contents: Any) -> Any:
+            if isinstance(contents, dict):
+                return {name: without(value) for name, value in contents.items()}
+            return type(contents)(map(without, contents))
+
+        held = {id(value) for _, contents in self._places for value in _values(contents)} - self._fixed
+        for place, contents in reversed(self._places):  # what holds others was looked at before them
+            holder, bears = place.holder, any(_has_graph(value) or id(value) in made for value in _values(contents))
+            if bears and id(holder) in held and id(holder) not in made and not isinstance(holder, nn.Module):
+                made[id(holder)] = copy(holder) if place.put is not None else _tuple_like(holder, mapped(contents))
+        others: dict[int, list[Place]] = {}
+        for place, contents in self._places:
+            if id(place.holder) in made and place.put is not None:
+                of_copy = others.setdefault(id(place.holder), places_of(made[id(place.holder)]))
+                _put([(of_copy.pop(0), mapped(contents))])
+        self._places = [(place, mapped(contents)) for place, contents in self._places if id(place.holder) not in made]
 
     def keep_changed(self) -> None:
         """Forget what is as it was."""
@@ -275,11 +323,11 @@ class _Look:
         """Let everything be as it was, in the same tensors and arrays."""
         with torch.no_grad():
             for place, contents in self._places:
-                for value, copy in (self._copies[id(each)] for each in _values(contents) if id(each) in self._copies):
+                for value, before in (self._copies[id(each)] for each in _values(contents) if id(each) in self._copies):
                     if isinstance(value, Tensor):
-                        value.data.copy_(copy)
+                        value.data.copy_(before)
                     elif isinstance(value, np.ndarray):
-                        np.copyto(value, copy)
+                        np.copyto(value, before)
                 _put([(place, contents)])
         for each in self._generators:
             each()
@@ -294,8 +342,20 @@ class _Look:
     def _as_it_was(self, value: Any) -> Any:
         if id(value) not in self._copies:
             return value
-        _, copy = self._copies[id(value)]
-        return copy.clone() if isinstance(copy, Tensor) else copy.copy()
+        _, before = self._copies[id(value)]
+        return before.clone() if isinstance(before, Tensor) else before.copy()
+
+
+def _tuple_like(holder: Any, contents: list[Any]) -> Any:
+    """Return a tuple, or a function with arguments, that holds others."""
+    if isinstance(holder, partial):
+        num = len(holder.args)
+        return partial(holder.func, *contents[:num], **dict(zip(holder.keywords, contents[num:], strict=True)))
+    return type(holder)(*contents) if hasattr(holder, "_fields") else tuple(contents)
+
+
+def _has_graph(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def _put(places: list[tuple[Place, Any]]) -> None:

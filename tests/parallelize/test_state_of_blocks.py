@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 import random
 from collections import defaultdict, deque
@@ -185,6 +187,52 @@ class Remembers(Block):
     def keeps(self, h):
         h, self.before = h + self.before, h.detach().mean((0, 1))
         return h
+
+
+class Kept:
+    """An object that a block makes anew in each call."""
+
+    def __init__(self, h):
+        self.h, self.itself = h, self
+
+
+class RemembersGraphs(Block):
+    """What it gave before, with its graph, in one of these."""
+
+    holders: ClassVar = {
+        "tensor": lambda h: h,
+        "tuple": lambda h: (h.exp().sin(), h),
+        "dict": lambda h: {"of": [h.exp().sin(), h]},
+        "object": lambda h: [h.exp().sin(), Kept(h)],
+        "list": None,
+    }
+    holder = "tensor"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = None
+        self.all = []
+
+    def last(self):
+        found = self.all if self.holder == "list" else self.before
+        while not isinstance(found, torch.Tensor):
+            found = (
+                next(iter(found.values()))
+                if isinstance(found, dict)
+                else found.h
+                if isinstance(found, Kept)
+                else found[-1]
+            )
+        return found.detach()
+
+    def keeps(self, h):
+        given = h + self.last() if self.before is not None or self.all else h
+        if self.holder == "list":
+            self.all.append(h.exp().sin())
+            self.all[:] = [h]
+        else:
+            self.before = self.holders[self.holder](h)
+        return given.tanh()
 
 
 LOSSES: list[torch.Tensor] = []
@@ -384,3 +432,43 @@ def test_another_way_than_a_larger_write_is_exact():
             return h * self.table[: h.shape[1], None]
 
     assert_alike(trained(Larger, "selective"), trained(Larger, None))
+
+
+def remembered(holder, policy, steps):
+    """Return gradients, and how many tensors there are behind each step."""
+    torch.manual_seed(7)
+    model = nn.Sequential(RemembersGraphs(), RemembersGraphs()).double()
+    for block in model:
+        block.holder = holder
+    if policy is not None:
+        checkpoint_blocks(model, list(model), policy, measures=False)
+    found, counts = [], []
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.rand(2, TOKENS, WIDTH, dtype=torch.float64)).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters()]
+        gc.collect()
+        counts.append(sum(type(each) is torch.Tensor for each in gc.get_objects()) - len(found))
+    return found, counts
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("holder", RemembersGraphs.holders)
+def test_what_is_kept_with_its_graph_is_seen_and_holds_no_earlier_step(holder, policy):
+    found, counts = remembered(holder, policy, 6)
+    assert_alike(found, remembered(holder, None, 6)[0])
+    assert counts[-1] == counts[2]
+
+
+def test_a_copy_of_a_block_learns_for_itself():
+    torch.manual_seed(7)
+    model = nn.Sequential(WritesMuch()).double()
+    checkpoint_blocks(model, list(model), "selective", measures=False)
+    x = torch.rand(2, TOKENS, WIDTH, dtype=torch.float64)
+    model(x).sum().backward()
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        each.zero_grad()
+        each(x).sum().backward()
+    assert_alike([p.grad for p in other.parameters()], [p.grad for p in model.parameters()])
+    assert torch.equal(other[0].table, model[0].table)

@@ -13,33 +13,20 @@ Small tensors are copied in each call, without a wait for the device; larger one
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator
-from copy import copy
-from functools import partial
 from types import MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.users_code.contents import Place, places_of
-from lightning_sp.users_code.iterators import known_count
+from lightning_sp.parallelize.noted_state import LARGEST, Name, NotedState
 from lightning_sp.users_code.kept_outside import kept_outside
-from lightning_sp.users_code.random_generators import RandomGenerator, is_kind_of_generator
 
-# In bytes: what is copied in each call, and in the first. Of the tensors of a list of more than so many none is copied in each call.
-_SMALL, _LARGEST, _MOST_TENSORS = 1 << 16, 1 << 26, 64
-# The elements of longer lists and dicts are not looked into; nor, of what is not the block's own, what is behind so many: a corpus, say.
-_MOST_VISITED, _MOST_OUTSIDE = 10_000, 100_000
-_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
-_TENSORS = frozenset((Tensor, nn.Buffer))
-# A list, dict or object, and a name in it.
-_Name = tuple[int, Any]
+# Of what is not the block's own, so many elements of lists and dicts are looked at: a file may hold a corpus.
+_MOST_OUTSIDE = 100_000
 
 
 class BlockState:
@@ -52,7 +39,7 @@ class BlockState:
     def __init__(self, block: nn.Module) -> None:
         self.block = block
         self.is_known = False
-        self.written: set[_Name] = set()
+        self.written: set[Name] = set()
         # What the user's code keeps that is not the block's own: all of it, and where the first call has changed something.
         self.elsewhere: list[Any] = []
         self.outside: list[Any] = []
@@ -76,9 +63,9 @@ class _SeenState:
             if not state.is_known:
                 state.elsewhere = list(_outside(state.block))
             fixed = {id(each) for each in state.elsewhere}
-            self._own = _Look(state.written, is_first=not state.is_known, fixed=fixed)
+            self._own = NotedState(state.written, is_first=not state.is_known, fixed=fixed)
             self._own.visit([*state.block.modules(), *state.outside])
-            self._outside = _Look(set(), visited=self._own.visited, fixed=fixed, most=_MOST_OUTSIDE)
+            self._outside = NotedState(set(), visited=self._own.visited, fixed=fixed, most=_MOST_OUTSIDE)
             if not state.is_known:
                 self._outside.visit([*state.elsewhere])
 
@@ -151,9 +138,9 @@ def leaves_alone(module: nn.Module, call: Callable[[], object]) -> bool:
         module: that is called, with the modules in it.
         call: of it.
     """
-    own = _Look(set(), is_first=True)
+    own = NotedState(set(), is_first=True)
     own.visit([*module.modules()])
-    outside = _Look(set(), visited=own.visited, most=_MOST_OUTSIDE)
+    outside = NotedState(set(), visited=own.visited, most=_MOST_OUTSIDE)
     outside.visit(list(_outside(module)))
     looks = own, outside
     call()
@@ -161,207 +148,6 @@ def leaves_alone(module: nn.Module, call: Callable[[], object]) -> bool:
         look.keep_changed()
         look.put_back()
     return not any(look.roots() for look in looks)
-
-
-class _Look:
-    """What is kept at one time.
-
-    Args:
-        written: the names of larger tensors that are copied.
-        is_first: copy all larger ones.
-        visited: what is not looked at, by its number.
-        fixed: what others have, too, by its number: it is not copied.
-        most: of how many lists, dicts and elements in them it looks at the elements.
-    """
-
-    def __init__(
-        self,
-        written: set[_Name],
-        *,
-        is_first: bool = False,
-        visited: set[int] | None = None,
-        fixed: set[int] | None = None,
-        most: float = math.inf,
-    ) -> None:
-        self._most, self._fixed = most, fixed or set()
-        self.visited = set() if visited is None else set(visited)
-        self._written, self._is_first = written, is_first
-        self._places: list[tuple[Place, Any]] = []
-        self._generators: list[RandomGenerator] = []
-        # Of each tensor, array and count by its number: itself, and what it was.
-        self._copies: dict[int, tuple[Any, Any]] = {}
-        # Tensors that are written to seldom: their names, and the count of writes to each.
-        self._larger: list[tuple[_Name, Tensor, int | None]] = []
-
-    def visit(self, waiting: list[Any]) -> None:
-        """Look at values, and at what they hold."""
-        while waiting:
-            value = waiting.pop()
-            if id(value) in self.visited:
-                continue
-            self.visited.add(id(value))
-            kind: type = type(value)
-            if is_kind_of_generator(kind):
-                self._generators.append(RandomGenerator(value))
-                continue
-            for place in [value] if type(value) is Place else places_of(value):
-                contents = place.read()
-                self._places.append((place, contents))
-                if 0 < len(contents) <= min(_MOST_VISITED, self._most):
-                    self._most -= len(contents)
-                    names = contents.items() if type(contents) is dict else enumerate(contents)
-                    found = [each for each in names if type(each[1]) not in _PLAIN]
-                    self._copy(place, contents, found)
-                    waiting += [each for _, each in found]
-
-    def _copy(self, place: Place, contents: Any, found: list[tuple[Any, Any]]) -> None:
-        can_show = place.put is not None and type(contents) is not set
-        for name, value in found:
-            if id(value) in self._copies:
-                continue
-            if type(value) in _TENSORS:
-                if not value.is_meta:
-                    self._copy_tensor((id(place.holder), name), value, can_show, len(found) <= _MOST_TENSORS)
-            elif can_show and isinstance(value, np.ndarray) and value.nbytes <= _LARGEST:
-                self._copies[id(value)] = value, value.copy()
-            elif can_show and type(value) is itertools.count and (count := known_count(value)) is not None:
-                self._copies[id(value)] = value, count
-
-    def _copy_tensor(self, name: _Name, value: Tensor, can_show: bool, are_few: bool) -> None:
-        size = value.numel() * value.element_size()
-        is_small = size <= _SMALL and are_few and can_show and not value.requires_grad
-        if not is_small:
-            self._larger.append((name, value, _count(value)))
-        copies = is_small or (self._is_first and size <= _LARGEST) or name in self._written
-        if copies and can_show and not value.requires_grad:
-            self._copies[id(value)] = value, value.detach().clone()
-
-    def names_written(self) -> set[_Name]:
-        """Return the names of the larger tensors that are copied, and are not what they were."""
-        copied = [each for each in self._larger if id(each[1]) in self._copies]
-        return {
-            name
-            for name, tensor, version in copied
-            if _count(tensor) != version or not torch.equal(tensor, self._copies[id(tensor)][1])
-        }
-
-    def written_without_copy(self) -> tuple[Any, Tensor] | None:
-        """Return the name of a tensor that was written to and has no copy, and the tensor; None where there is none."""
-        for (_, name), tensor, version in self._larger:
-            if id(tensor) not in self._copies and _count(tensor) != version:
-                return name, tensor
-        return None
-
-    def settle(self, written: set[_Name]) -> None:
-        """Behind the forward, let go of what no recomputation reads: copies of what was not written to, and graphs of earlier steps."""
-        for name, tensor, _ in self._larger:
-            if name not in written:
-                self._copies.pop(id(tensor), None)
-        self._larger.clear()
-        self.visited.clear()
-        if any(_has_graph(value) for _, contents in self._places for value in _values(contents)):
-            self._let_graphs_go()
-
-    def _let_graphs_go(self) -> None:
-        """Keep the numbers of tensors that have a graph, and not the graph: it may hold the checkpoint of an earlier step, which holds another.
-
-        What holds such tensors and is itself held is copied, as it was; it need not be shown by itself then.
-        """
-        made: dict[int, Any] = {}
-
-        def without(value: Any) -> Any:
-            if _has_graph(value) and id(value) not in made:
-                made[id(value)] = value.detach().requires_grad_()
-            return made.get(id(value), value)
-
-        def mapped(contents: Any) -> Any:
-            if isinstance(contents, dict):
-                return {name: without(value) for name, value in contents.items()}
-            return type(contents)(map(without, contents))
-
-        held = {id(value) for _, contents in self._places for value in _values(contents)} - self._fixed
-        for place, contents in reversed(self._places):  # what holds others was looked at before them
-            holder, bears = place.holder, any(_has_graph(value) or id(value) in made for value in _values(contents))
-            if bears and id(holder) in held and id(holder) not in made and not isinstance(holder, nn.Module):
-                made[id(holder)] = copy(holder) if place.put is not None else _tuple_like(holder, mapped(contents))
-        others: dict[int, list[Place]] = {}
-        for place, contents in self._places:
-            if id(place.holder) in made and place.put is not None:
-                of_copy = others.setdefault(id(place.holder), places_of(made[id(place.holder)]))
-                _put([(of_copy.pop(0), mapped(contents))])
-        self._places = [(place, mapped(contents)) for place, contents in self._places if id(place.holder) not in made]
-
-    def keep_changed(self) -> None:
-        """Forget what is as it was."""
-        self._places = [each for each in self._places if self._has_changed(*each)]
-        self._generators = [each for each in self._generators if each.has_drawn]
-
-    def _has_changed(self, place: Place, contents: Any) -> bool:
-        copied = [self._copies[id(each)] for each in _values(contents) if id(each) in self._copies]
-        return not _is_same(place.read(), contents) or any(_differs(*each) for each in copied)
-
-    def roots(self) -> list[Any]:
-        """Return where it looked."""
-        return [place for place, _ in self._places] + [each.generator for each in self._generators]
-
-    def show(self) -> Callable[[], None]:
-        """Let everything be as it was; return what takes that back."""
-        now = [(place, place.read()) for place, _ in self._places]
-        generators = [RandomGenerator(each.generator) for each in self._generators]
-        _put([(place, self._with_copies(contents)) for place, contents in self._places])
-        for each in self._generators:
-            each()
-
-        def take_back() -> None:
-            _put(now)
-            for each in generators:
-                each()
-
-        return take_back
-
-    def put_back(self) -> None:
-        """Let everything be as it was, in the same tensors and arrays."""
-        with torch.no_grad():
-            for place, contents in self._places:
-                for value, before in (self._copies[id(each)] for each in _values(contents) if id(each) in self._copies):
-                    if isinstance(value, Tensor):
-                        value.data.copy_(before)
-                    elif isinstance(value, np.ndarray):
-                        np.copyto(value, before)
-                _put([(place, contents)])
-        for each in self._generators:
-            each()
-
-    def _with_copies(self, contents: Any) -> Any:
-        if self._copies.keys().isdisjoint(map(id, _values(contents))):
-            return contents
-        if isinstance(contents, dict):
-            return {name: self._as_it_was(value) for name, value in contents.items()}
-        return [self._as_it_was(value) for value in contents]
-
-    def _as_it_was(self, value: Any) -> Any:
-        if id(value) not in self._copies:
-            return value
-        _, before = self._copies[id(value)]
-        return before.clone() if isinstance(before, Tensor) else before.copy()
-
-
-def _tuple_like(holder: Any, contents: list[Any]) -> Any:
-    """Return a tuple, or a function with arguments, that holds others."""
-    if isinstance(holder, partial):
-        num = len(holder.args)
-        return partial(holder.func, *contents[:num], **dict(zip(holder.keywords, contents[num:], strict=True)))
-    return type(holder)(*contents) if hasattr(holder, "_fields") else tuple(contents)
-
-
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def _put(places: list[tuple[Place, Any]]) -> None:
-    for place, contents in places:
-        if place.put is not None and not _is_same(place.read(), contents):
-            place.put(contents)
 
 
 def _outside(block: nn.Module) -> Iterator[Any]:
@@ -374,36 +160,12 @@ def _outside(block: nn.Module) -> Iterator[Any]:
             yield from (hook.__self__ for hook in hooks.values() if isinstance(hook, MethodType))
 
 
-def _values(contents: Any) -> Any:
-    return contents.values() if isinstance(contents, dict) else contents
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two contents are of the same objects under the same names."""
-    if isinstance(a, set):
-        return bool(a == b)
-    if isinstance(a, dict) and a.keys() != b.keys():
-        return False
-    return [*map(id, _values(a))] == [*map(id, _values(b))]
-
-
-def _differs(now: Any, before: Any) -> bool:
-    if isinstance(now, Tensor):
-        return not torch.equal(now.detach(), before)
-    return not np.array_equal(now, before) if isinstance(now, np.ndarray) else repr(now) != repr(before)
-
-
-def _count(tensor: Tensor) -> int | None:
-    """Return how often a tensor was written to; None where torch does not count that."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _why_not_copied(tensor: Tensor) -> str:
     size = tensor.numel() * tensor.element_size()
     if tensor.requires_grad:
         return "it has a gradient"
     return (
         f"it has {size:,} bytes"
-        if size > _LARGEST
+        if size > LARGEST
         else f"its first call did not, so that its {size:,} bytes were not copied"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-FILE = "parallelize/state_of_blocks.py"
+FILE, NOTED = "parallelize/state_of_blocks.py", "parallelize/noted_state.py"
 TESTS = "tests/parallelize/test_state_of_blocks.py"
 ALIKE = f"{TESTS}::test_recomputed_blocks_are_as_they_would_be"
 COMPILED = "tests/parallelize/test_compiled_state.py::test_compiled_blocks_are_as_they_would_be"
@@ -19,14 +19,14 @@ RECOMPUTED_STATE = (
     ),
     fault(
         "a recomputation that sees what later forwards have left",
-        FILE,
+        NOTED,
         "        _put([(place, self._with_copies(contents)) for place, contents in self._places])\n",
         "",
         f"{TESTS}::test_each_of_several_forwards_is_seen_again_as_it_was[Lists]",
     ),
     fault(
         "a buffer that a recomputation writes to itself",
-        FILE,
+        NOTED,
         "            self._copies[id(value)] = value, value.detach().clone()\n",
         "            self._copies[id(value)] = value, value\n",
         f"{ALIKE}[Counts-selective]",
@@ -47,7 +47,7 @@ RECOMPUTED_STATE = (
     ),
     fault(
         "a generator that draws further numbers in a recomputation",
-        FILE,
+        NOTED,
         "        for each in self._generators:\n            each()\n\n        def",
         "        def",
         f"{ALIKE}[Draws-selective]",
@@ -89,7 +89,7 @@ RECOMPUTED_STATE = (
     ),
     fault(
         "a checkpoint that holds those of all earlier steps, by what they have left with a graph",
-        FILE,
+        NOTED,
         "            self._let_graphs_go()\n",
         "            pass\n",
         f"{TESTS}::test_what_is_kept_with_its_graph_is_seen_and_holds_no_earlier_step[object-selective]",

@@ -8,8 +8,8 @@ take_back = noted.show()    all is as it was, with copies in the place of what m
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Collection
 from copy import copy
 from functools import partial
 from typing import Any
@@ -18,16 +18,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_sp.parallelize.copies import Copies, num_bytes
 from lightning_sp.users_code.contents import Place, places_of
-from lightning_sp.users_code.iterators import known_count
 from lightning_sp.users_code.random_generators import RandomGenerator, is_kind_of_generator
 
-# In bytes: what is copied in each call, and in the first. Of the tensors of a list of more than so many none is copied in each call.
-_SMALL, LARGEST, _MOST_TENSORS = 1 << 16, 1 << 26, 64
-# The elements of longer lists and dicts are not looked into.
-_MOST_VISITED = 10_000
+# In bytes of memory: what is copied in each call, and in the first. Of longer lists of tensors none is copied in each call.
+_SMALL, LARGEST, _MOST_TENSORS = 1 << 16, 1 << 26, 1000
+# The elements of longer lists and dicts are not looked into, nor what is behind so many elements in all.
+_MOST_VISITED, MOST = 10_000, 20_000
+_FEW_PLACES = 100
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size))
-_TENSORS = frozenset((Tensor, nn.Buffer))
+_COPIED = (np.ndarray, array, bytearray, itertools.count)
 # A list, dict or object, and a name in it.
 Name = tuple[int, Any]
 
@@ -50,15 +51,14 @@ class NotedState:
         is_first: bool = False,
         visited: set[int] | None = None,
         fixed: set[int] | None = None,
-        most: float = math.inf,
+        most: int = MOST,
     ) -> None:
         self._most, self._fixed = most, fixed or set()
         self.visited = set() if visited is None else set(visited)
         self._written, self._is_first = written, is_first
         self._places: list[tuple[Place, Any]] = []
         self._generators: list[RandomGenerator] = []
-        # Of each tensor, array and count by its number: itself, and what it was.
-        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._copies = Copies()
         # Tensors that are written to seldom: their names, and the count of writes to each.
         self._larger: list[tuple[Name, Tensor, int | None]] = []
 
@@ -86,38 +86,29 @@ class NotedState:
     def _copy(self, place: Place, contents: Any, found: list[tuple[Any, Any]]) -> None:
         can_show = place.put is not None and type(contents) is not set
         for name, value in found:
-            if id(value) in self._copies:
-                continue
-            if type(value) in _TENSORS:
-                if not value.is_meta:
-                    self._copy_tensor((id(place.holder), name), value, can_show, len(found) <= _MOST_TENSORS)
-            elif can_show and isinstance(value, np.ndarray) and value.nbytes <= LARGEST:
-                self._copies[id(value)] = value, value.copy()
-            elif can_show and type(value) is itertools.count and (count := known_count(value)) is not None:
-                self._copies[id(value)] = value, count
+            if isinstance(value, Tensor):
+                self._copy_tensor((id(place.holder), name), value, can_show, len(found) <= _MOST_TENSORS)
+            elif can_show and isinstance(value, _COPIED) and getattr(value, "nbytes", 0) <= LARGEST:
+                self._copies.add(value)
 
     def _copy_tensor(self, name: Name, value: Tensor, can_show: bool, are_few: bool) -> None:
-        size = value.numel() * value.element_size()
-        is_small = size <= _SMALL and are_few and can_show and not value.requires_grad
-        if not is_small:
+        size = num_bytes(value) if can_show else None
+        if size is None or size > _SMALL or not are_few:
             self._larger.append((name, value, _count(value)))
-        copies = is_small or (self._is_first and size <= LARGEST) or name in self._written
-        if copies and can_show and not value.requires_grad:
-            self._copies[id(value)] = value, value.detach().clone()
+        if size is not None and (
+            (size <= _SMALL and are_few) or (self._is_first and size <= LARGEST) or name in self._written
+        ):
+            self._copies.add(value)
 
     def names_written(self) -> set[Name]:
         """Return the names of the larger tensors that are copied, and are not what they were."""
-        copied = [each for each in self._larger if id(each[1]) in self._copies]
-        return {
-            name
-            for name, tensor, version in copied
-            if _count(tensor) != version or not torch.equal(tensor, self._copies[id(tensor)][1])
-        }
+        copied = [each for each in self._larger if each[1] in self._copies]
+        return {name for name, value, count in copied if _count(value) != count or self._copies.has_changed(value)}
 
     def written_without_copy(self) -> tuple[Any, Tensor] | None:
         """Return the name of a tensor that was written to and has no copy, and the tensor; None where there is none."""
-        for (_, name), tensor, version in self._larger:
-            if id(tensor) not in self._copies and _count(tensor) != version:
+        for (_, name), tensor, count in self._larger:
+            if tensor not in self._copies and _count(tensor) != count:
                 return name, tensor
         return None
 
@@ -125,7 +116,7 @@ class NotedState:
         """Behind the forward, let go of what no recomputation reads: copies of what was not written to, and graphs of earlier steps."""
         for name, tensor, _ in self._larger:
             if name not in written:
-                self._copies.pop(id(tensor), None)
+                self._copies.drop(tensor)
         self._larger.clear()
         self.visited.clear()
         if any(_has_graph(value) for _, contents in self._places for value in _values(contents)):
@@ -161,28 +152,50 @@ class NotedState:
         self._places = [(place, mapped(contents)) for place, contents in self._places if id(place.holder) not in made]
 
     def keep_changed(self) -> None:
-        """Forget what is as it was."""
-        self._places = [each for each in self._places if self._has_changed(*each)]
+        """Forget what is as it was, but for what holds something that is not."""
+        changed: set[int] = set()
+        kept = []
+        for place, contents in reversed(self._places):  # what holds others was looked at before them
+            if self._has_changed(place, contents) or not changed.isdisjoint(map(id, _values(contents))):
+                changed.add(id(place.holder))
+                kept.append((place, contents))
+        self._places = kept[::-1]
         self._generators = [each for each in self._generators if each.has_drawn]
 
     def _has_changed(self, place: Place, contents: Any) -> bool:
-        copied = [self._copies[id(each)] for each in _values(contents) if id(each) in self._copies]
-        return not _is_same(place.read(), contents) or any(_differs(*each) for each in copied)
+        copied = [each for each in _values(contents) if each in self._copies]
+        return not _is_same(place.read(), contents) or any(map(self._copies.has_changed, copied))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether it costs little to look at all of it in each call."""
+        return (
+            len(self._places) <= _FEW_PLACES and sum(len(contents) for _, contents in self._places) <= 20 * _FEW_PLACES
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to be shown."""
+        return not self._places and not self._generators
 
     def roots(self) -> list[Any]:
-        """Return where it looked."""
-        return [place for place, _ in self._places] + [each.generator for each in self._generators]
+        """Return where it looked, but for what is held by something else there, which may hold another then."""
+        held = {id(value) for _, contents in self._places for value in _values(contents)}
+        return [place for place, _ in self._places if id(place.holder) not in held] + [
+            each.generator for each in self._generators
+        ]
 
     def show(self) -> Callable[[], None]:
         """Let everything be as it was; return what takes that back."""
         now = [(place, place.read()) for place, _ in self._places]
         generators = [RandomGenerator(each.generator) for each in self._generators]
-        _put([(place, self._with_copies(contents)) for place, contents in self._places])
+        stand_in = self._copies.stand_ins()
+        shown = _put([(place, _mapped(stand_in, contents)) for place, contents in self._places])
         for each in self._generators:
             each()
 
         def take_back() -> None:
-            _put(now)
+            _put(now, shown)
             for each in generators:
                 each()
 
@@ -192,27 +205,17 @@ class NotedState:
         """Let everything be as it was, in the same tensors and arrays."""
         with torch.no_grad():
             for place, contents in self._places:
-                for value, before in (self._copies[id(each)] for each in _values(contents) if id(each) in self._copies):
-                    if isinstance(value, Tensor):
-                        value.data.copy_(before)
-                    elif isinstance(value, np.ndarray):
-                        np.copyto(value, before)
+                for value in (each for each in _values(contents) if each in self._copies):
+                    self._copies.put_back(value)
                 _put([(place, contents)])
         for each in self._generators:
             each()
 
-    def _with_copies(self, contents: Any) -> Any:
-        if self._copies.keys().isdisjoint(map(id, _values(contents))):
-            return contents
-        if isinstance(contents, dict):
-            return {name: self._as_it_was(value) for name, value in contents.items()}
-        return [self._as_it_was(value) for value in contents]
 
-    def _as_it_was(self, value: Any) -> Any:
-        if id(value) not in self._copies:
-            return value
-        _, before = self._copies[id(value)]
-        return before.clone() if isinstance(before, Tensor) else before.copy()
+def _mapped(function: Callable[[Any], Any], contents: Any) -> Any:
+    if isinstance(contents, dict):
+        return {name: function(value) for name, value in contents.items()}
+    return contents if isinstance(contents, set) else [function(value) for value in contents]
 
 
 def _tuple_like(holder: Any, contents: list[Any]) -> Any:
@@ -227,10 +230,14 @@ def _has_graph(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad_fn is not None
 
 
-def _put(places: list[tuple[Place, Any]]) -> None:
-    for place, contents in places:
-        if place.put is not None and not _is_same(place.read(), contents):
+def _put(places: list[tuple[Place, Any]], shown: Collection[int] = ()) -> set[int]:
+    """Put contents where they are not there, and where others were shown; return the numbers of those places."""
+    done = set()
+    for number, (place, contents) in enumerate(places):
+        if place.put is not None and (number in shown or not _is_same(place.read(), contents)):
             place.put(contents)
+            done.add(number)
+    return done
 
 
 def _values(contents: Any) -> Any:
@@ -246,12 +253,6 @@ def _is_same(a: Any, b: Any) -> bool:
     return [*map(id, _values(a))] == [*map(id, _values(b))]
 
 
-def _differs(now: Any, before: Any) -> bool:
-    if isinstance(now, Tensor):
-        return not torch.equal(now.detach(), before)
-    return not np.array_equal(now, before) if isinstance(now, np.ndarray) else repr(now) != repr(before)
-
-
 def _count(tensor: Tensor) -> int | None:
     """Return how often a tensor was written to; None where torch does not count that."""
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() or tensor.is_meta else tensor._version

@@ -13,8 +13,8 @@ Small tensors are copied in each call, without a wait for the device; larger one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.noted_state import LARGEST, Name, NotedState
+from lightning_sp.users_code.contents import members_of
 from lightning_sp.users_code.kept_outside import kept_outside
+from lightning_sp.users_code.ownership import is_object_of_user
 
 # Of what is not the block's own, so many elements of lists and dicts are looked at: a file may hold a corpus.
 _MOST_OUTSIDE = 100_000
@@ -54,9 +56,10 @@ class _SeenState:
 
     Args:
         state: of the block.
+        given: the call's arguments. Lists, dicts and objects of the user's among them are looked at, too.
     """
 
-    def __init__(self, state: BlockState) -> None:
+    def __init__(self, state: BlockState, given: Iterable[Any]) -> None:
         self._state = state
         # Nothing of this is an operator of the block's: a selective checkpoint counts those of a recomputation.
         with _disable_current_modes():
@@ -64,7 +67,9 @@ class _SeenState:
                 state.elsewhere = list(_outside(state.block))
             fixed = {id(each) for each in state.elsewhere}
             self._own = NotedState(state.written, is_first=not state.is_known, fixed=fixed)
-            self._own.visit([*state.block.modules(), *state.outside])
+            held = [each for each in given if isinstance(each, (dict, list, set, deque)) or is_object_of_user(each)]
+            modules = [*state.block.modules()]
+            self._own.visit([*modules, members_of(modules), *state.outside, *held])
             self._outside = NotedState(set(), visited=self._own.visited, fixed=fixed, most=_MOST_OUTSIDE)
             if not state.is_known:
                 self._outside.visit([*state.elsewhere])
@@ -80,7 +85,8 @@ class _SeenState:
             state.is_known = True
             with _disable_current_modes():
                 state.written |= self._own.names_written()
-                self._outside.keep_changed()
+                if not self._outside.is_small:
+                    self._outside.keep_changed()
             state.outside = self._outside.roots()
         if (found := self._own.written_without_copy()) is not None:
             name, tensor = found
@@ -118,7 +124,7 @@ def once(state: BlockState, forward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.compiler.is_compiling():
             return forward(*args, **kwargs)  # a graph writes to what a block keeps once, in its forward
         if seen is None:
-            seen = _SeenState(state)
+            seen = _SeenState(state, (*args, *kwargs.values()))
             output = forward(*args, **kwargs)
             seen.compare()
             return output
@@ -147,7 +153,7 @@ def leaves_alone(module: nn.Module, call: Callable[[], object]) -> bool:
     for look in looks:
         look.keep_changed()
         look.put_back()
-    return not any(look.roots() for look in looks)
+    return all(look.is_empty for look in looks)
 
 
 def _outside(block: nn.Module) -> Iterator[Any]:
@@ -157,7 +163,7 @@ def _outside(block: nn.Module) -> Iterator[Any]:
         yield from (each for each in (kept.value, kept.place) if each is not None)
     for module in modules:
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            yield from (hook.__self__ for hook in hooks.values() if isinstance(hook, MethodType))
+            yield from hooks.values()
 
 
 def _why_not_copied(tensor: Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from functools import cache, partial
-from types import MemberDescriptorType
+from types import MemberDescriptorType, MethodType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -39,6 +39,8 @@ def _makers(kind: type) -> tuple[Callable[[Any], Place], ...]:
         return (lambda value: Place(value, partial(list, value), None),)
     if issubclass(kind, partial):
         return (lambda value: Place(value, lambda: [*value.args, *value.keywords.values()], None),)
+    if issubclass(kind, MethodType):
+        return (lambda value: Place(value, lambda: [value.__self__], None),)
     found: list[Callable[[Any], Place]] = []
     if issubclass(kind, dict):
         own = OrderedDict if issubclass(kind, OrderedDict) else dict
@@ -51,8 +53,8 @@ def _makers(kind: type) -> tuple[Callable[[Any], Place], ...]:
         return ()
     if kind.__dictoffset__:
         found.append(lambda value: _attributes_of(value, value.__dict__))
-    if not issubclass(kind, nn.Module) and (names := slots_of(kind)):
-        found.append(lambda value: Place(value, partial(_slots, value, names), partial(_put_slots, value)))
+    if names := slots_of(kind):
+        found.append(lambda value: Place(value, partial(_slots, value, names), partial(_put_slots, value, names)))
     return tuple(found)
 
 
@@ -68,9 +70,30 @@ def _slots(value: Any, names: list[str]) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _put_slots(value: Any, before: dict[str, Any]) -> None:
-    for name, each in before.items():
-        setattr(value, name, each)
+def _put_slots(value: Any, names: list[str], before: dict[str, Any]) -> None:
+    # Past what a class makes of it: one may be frozen, or check.
+    for name in names:
+        if name in before:
+            object.__setattr__(value, name, before[name])
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+
+
+def members_of(modules: list[nn.Module]) -> Place:
+    """Return which parameters and modules modules have, not what they are: FSDP2 exchanges its parameters."""
+    members = [each for module in modules for each in (module._modules, module._parameters)]
+    before = [name for each in members for name in each]
+    had = [set(each) for each in members]
+    removed: list[dict[str, Any]] = [{} for _ in members]
+
+    def put(names: list[str]) -> None:
+        for each, old, stash in zip(members, had, removed, strict=True):
+            if names == before:
+                stash.update({name: each.pop(name) for name in [*each] if name not in old})
+            else:
+                each.update(stash)
+
+    return Place(members, lambda: [name for each in members for name in each], put)
 
 
 def slots_of(kind: type) -> list[str]:

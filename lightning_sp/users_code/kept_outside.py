@@ -9,7 +9,6 @@ known.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,17 +16,12 @@ from functools import partial
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-from torch import Tensor
-
 from lightning_sp.users_code.contents import Place
 from lightning_sp.users_code.iterators import takes_from_iterators
 from lightning_sp.users_code.ownership import is_file_of_user, is_object_of_user
 
 NUMBERS = (bool, int, float, str, type(None))
 _CONTAINERS = (list, dict, set, deque)
-# Values that hold no others, and may be written to, or exchanged for others.
-_WITHOUT_NAMES = (*NUMBERS, Tensor, np.ndarray, itertools.count)
 
 
 class Kept(NamedTuple):
@@ -39,7 +33,7 @@ class Kept(NamedTuple):
         put: puts the name itself back.
         exchange: gives the name another value; None where that cannot be.
         cell: of a closure, in which the name is.
-        place: of its number or tensor: a class, a file or a cell; None where there is none.
+        place: of the name: a class, a file or a cell; None where there is none.
     """
 
     name: str
@@ -152,7 +146,7 @@ def _of_function(function: FunctionType, seen: _Seen) -> Iterator[Kept]:
                 yield from _of_function(inner, seen)
             else:
                 put = partial(_refill, cell, value)
-                place = Place(cell, partial(_numbers_of_cell, cell), partial(_put_in_cell, cell))
+                place = Place(cell, partial(_contents_of_cell, cell), partial(_put_in_cell, cell))
                 yield Kept(f"{own}.{name}", value, put, partial(setattr, cell, "cell_contents"), cell, place)
     seen.add_file(function.__globals__)
 
@@ -206,13 +200,15 @@ def _put_back(names: Any, name: str, value: Any, put: Callable[[], object]) -> N
 def _place_in_file(names: dict[str, Any], name: str) -> Place:
     return Place(
         (id(names), name),
-        lambda: {key: value for key, value in ((name, names.get(name)),) if isinstance(value, _WITHOUT_NAMES)},
+        lambda: {name: names[name]} if name in names else {},
         names.update,
     )
 
 
-def _numbers_of_cell(cell: CellType) -> list[Any]:
-    return [cell.cell_contents] if isinstance(cell.cell_contents, _WITHOUT_NAMES) else []
+def _contents_of_cell(cell: CellType) -> list[Any]:
+    with suppress(ValueError):  # an empty one
+        return [cell.cell_contents]
+    return []
 
 
 def _put_in_cell(cell: CellType, before: list[Any]) -> None:

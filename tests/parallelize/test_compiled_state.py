@@ -85,3 +85,72 @@ def test_a_copy_of_what_is_written_is_never_computed_again(how):
         run(x).square().mean().backward()
         found.append(block.linear.weight.grad)
     assert max_error(*found) < 1e-12
+
+
+class Shares(nn.Module):
+    """Buffers that share memory: parts of one, one under two names, a view that is returned."""
+
+    def __init__(self, how) -> None:
+        super().__init__()
+        self.how, self.linear = how, nn.Linear(4, 4)
+        self.register_buffer("all", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("same", self.all)
+        self.a, self.b = self.all[:4], self.all[4:]
+
+    def forward(self, x):
+        h = self.linear(x).sin()
+        if self.how == "whole":
+            self.all += 1
+            return h * self.a
+        if self.how == "parts":
+            self.a += 1
+            self.b += 2
+            return h * self.a * self.b
+        if self.how == "part":
+            self.a += 1
+            return h * self.all[:4] * (self.b + 1)
+        if self.how == "names":
+            self.all += 1
+            return h * self.same[:4]
+        self.a += 1
+        return h * self.a
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("how", ["whole", "parts", "part", "names", "one"])
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_memory_that_several_have_is_written_to_once_for_all(how, policy):
+    x, found = torch.rand(3, 4, dtype=torch.float64), []
+    for is_ours in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(7)
+        model = nn.Sequential(Shares(how)).double()
+        block = model[0]
+        block.a, block.b = block.all[:4], block.all[4:]
+        if is_ours:
+            checkpoints = checkpoint_blocks(model, [block], policy, measures=False, backend="aot_eager")
+            block.compile(backend=checkpoints.compile_block)
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+            found.append([block.linear.weight.grad.clone(), block.all.clone(), block.a.clone()])
+    for one, other in zip(found[:3], found[3:], strict=True):
+        assert max(map(max_error, one, other)) < 1e-12
+
+
+def test_a_view_that_is_returned_follows_later_writes():
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(4))
+
+        def forward(self, x):
+            self.n += 1
+            return x * self.n, self.n[:2]
+
+    torch.compiler.reset()
+    module = Returns()
+    run = torch.compile(module, backend=partial(compiled_within, "", "aot_eager"))
+    _, view = run(torch.ones(4, requires_grad=True))
+    run(torch.ones(4, requires_grad=True))
+    assert view.tolist() == [2, 2]

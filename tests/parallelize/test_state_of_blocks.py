@@ -7,6 +7,8 @@ import gc
 import itertools
 import random
 from collections import defaultdict, deque
+from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -235,6 +237,113 @@ class RemembersGraphs(Block):
         return given.tanh()
 
 
+class Aliases(Counts):
+    """One memory under several names, in views and in another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.double()
+        self.n = self.n.double()
+        self.same, self.inner = self.n, nn.Module()
+        self.inner.register_buffer("n", self.n)
+        self.flat = torch.zeros(2 * WIDTH, dtype=torch.float64)
+        self.rows = list(self.flat.view(2, WIDTH).unbind())
+
+    def _apply(self, function, recurse=True):
+        return self  # a cast would make several of the one
+
+    def keeps(self, h):
+        self.n += 1
+        self.flat += 1
+        own = self.same if self.same is self.n else 0 * self.n
+        return h * own.clone() * self.inner.n.clone() * self.rows[1].clone()
+
+
+class Builds(Block):
+    """A layer, and a parameter, that it makes at its first call."""
+
+    built = False
+
+    def keeps(self, h):
+        if not self.built:
+            self.built = True
+            self.proj = nn.Linear(WIDTH, WIDTH).double()
+            self.own = nn.Parameter(torch.rand(WIDTH, dtype=torch.float64))
+        return self.proj(h) * self.own
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    table: torch.Tensor
+
+
+class Checked:
+    """An object whose class refuses to be written to; and which has a value only from the first call on."""
+
+    __slots__ = ("late", "table")
+
+    def __init__(self) -> None:
+        object.__setattr__(self, "table", torch.ones(WIDTH, dtype=torch.float64))
+
+    def __setattr__(self, name, value):
+        raise ValueError(name)
+
+
+class Objects2(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.checked = Frozen(torch.ones(WIDTH, dtype=torch.float64)), Checked()
+
+    def keeps(self, h):
+        if not hasattr(self.checked, "late"):
+            object.__setattr__(self.checked, "late", self.frozen.table * 2)
+            h = h.exp()
+        self.frozen.table.add_(1)
+        return h * self.frozen.table.clone() * self.checked.late
+
+
+class Tracker:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, *_):
+        self.count += 1
+
+    def add(self):
+        self.count += 1
+        return self.count
+
+
+class Hooks(Block):
+    """An object as a hook, one among a hook's arguments, and a method of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Tracker().add
+        trackers = Tracker(), Tracker()
+        self.linear.register_forward_hook(trackers[0])
+        self.linear.register_forward_hook(partial(lambda tracker, *_: tracker(), trackers[1]))
+        self.count = lambda: trackers[0].count + trackers[1].count
+
+    def keeps(self, h):
+        return h * self.add() * self.count()
+
+
+class UnusualTensors(Block):
+    """That are read, and not written: sparse, without memory, large and quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others = [
+            torch.eye(400).to_sparse(),
+            torch.eye(400).to_sparse_csr(),
+            torch.empty(4, device="meta"),
+            torch.quantize_per_channel(torch.rand(200, 200), torch.ones(200), torch.zeros(200), 0, torch.qint8),
+        ]
+        self.freed = torch.ones(100)
+        self.freed.untyped_storage().resize_(0)
+
+
 LOSSES: list[torch.Tensor] = []
 CALLS = 0
 
@@ -275,7 +384,7 @@ KINDS = (
         Numbers,
         Caches,
     ),
-    *(Remembers, KeepsInFile, CountsInClass),
+    *(Remembers, KeepsInFile, CountsInClass, Aliases, Builds, Objects2, Hooks, UnusualTensors),
 )
 
 
@@ -304,7 +413,8 @@ def plain(value):
 
 def state_of(block):
     """Return what a block keeps."""
-    own = {name: value for name, value in vars(block).items() if not name.startswith("_") and name != "forward"}
+    skipped = ("forward", "add", "count", "frozen", "checked", "others", "freed")
+    own = {name: value for name, value in vars(block).items() if not name.startswith("_") and name not in skipped}
     return plain(own), plain(dict(block.named_buffers())), CountsInClass.calls, plain(CountsInClass.by_call), CALLS
 
 
@@ -338,6 +448,7 @@ def assert_alike(found, expected):
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b, (a, b)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_recomputed_blocks_are_as_they_would_be(kind, policy):
@@ -472,3 +583,65 @@ def test_a_copy_of_a_block_learns_for_itself():
         each(x).sum().backward()
     assert_alike([p.grad for p in other.parameters()], [p.grad for p in model.parameters()])
     assert torch.equal(other[0].table, model[0].table)
+
+
+class Collects(nn.Module):
+    """A list of losses that a hook fills, and that is replaced where it has been read."""
+
+    def __init__(self, policy) -> None:
+        super().__init__()
+        self.blocks, self.losses = nn.Sequential(Block(), Block()).double(), []
+        for block in self.blocks:
+            block.linear.register_forward_hook(self.collect)
+        if policy is not None:
+            checkpoint_blocks(self, list(self.blocks), policy, measures=False)
+
+    def collect(self, module, args, output):
+        self.losses.append(output.square().mean())
+
+    def forward(self, x):
+        loss = self.blocks(x).square().mean() + sum(self.losses)
+        self.losses = []
+        return loss
+
+
+class Appends(Block):
+    """To a list that it is given."""
+
+    def forward(self, x, aux):
+        h = self.linear(x).sin()
+        aux.append(h.square().mean())
+        return x + h * len(aux)
+
+
+class Given(nn.Module):
+    def __init__(self, policy) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Appends(), Appends()]).double()
+        if policy is not None:
+            checkpoint_blocks(self, list(self.blocks), policy, measures=False)
+
+    def forward(self, x):
+        aux = []
+        for block in self.blocks:
+            x = block(x, aux)
+        return x.square().mean() + sum(aux)
+
+
+@pytest.mark.parametrize("policy", ["selective", "full"])
+@pytest.mark.parametrize("kind", [Collects, Given])
+def test_lists_of_a_caller_are_as_they_would_be(kind, policy):
+    found = []
+    for one in (None, policy):
+        torch.manual_seed(7)
+        model = kind(one)
+        for step in range(4):
+            torch.manual_seed(step)
+            model.zero_grad()
+            loss = model(torch.rand(2, TOKENS, WIDTH, dtype=torch.float64))
+            loss.backward()
+            found.append(
+                [loss.detach(), *(p.grad.clone() for p in model.parameters()), len(getattr(model, "losses", []))]
+            )
+    for one, other in zip(found[:4], found[4:], strict=True):
+        assert_alike(one, other)

@@ -25,7 +25,7 @@ from lightning_sp.global_view.calls.taken_tokens import VIEWS, TakenTokens
 from lightning_sp.global_view.compiled.fallback import reason_of
 from lightning_sp.global_view.compiled.known_masks import KnownMasks
 from lightning_sp.global_view.compiled.saved import Backend, compiled_within, recomputed
-from lightning_sp.global_view.compiled.written_inputs import copy_of_written, written_inputs
+from lightning_sp.global_view.compiled.written_inputs import copy_of_written, shares_what_it_writes, written_inputs
 from lightning_sp.global_view.compiled.written_nodes import written_nodes
 from lightning_sp.global_view.masks.known_numbers import KnownNumbers, note_numbers
 from lightning_sp.global_view.rules.attention.written_attention import Scores
@@ -155,7 +155,7 @@ def _why_not(graph: GraphModule) -> str:
             return "scores of an attention come from another graph"
         if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
             return f"it holds {node.target}"
-    return ""
+    return "it writes to memory that others have, too" if shares_what_it_writes(graph) else ""
 
 
 class _Variant:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from lightning_sp.attention.operator import attention_op
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op
 from lightning_sp.config import budget_percent
-from lightning_sp.global_view.compiled.written_inputs import copy_of_written, writing_to_copies
+from lightning_sp.global_view.compiled.written_inputs import copy_of_written, shares_what_it_writes, writing_to_copies
 from lightning_sp.weights.matmuls import is_kept
 
 _SAVED = tuple(each._opoverload for each in (attention_op, all_reduce_op, all_gather_op, all_to_all_op))
@@ -46,12 +46,16 @@ def recomputed(how: str) -> AbstractContextManager[Any]:
 def compiled_within(how: str, backend: str | Backend, graph: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     """Return a backend's code of a graph that saves for its backward what a policy allows, and nothing that it has written to.
 
+    A graph that writes to memory which others have, too, is not compiled.
+
     Args:
         how: the policy; empty for what the backend chooses. All but "budget_<percent>" is told by tags alone.
         backend: the name of one of torch's, or a function.
         graph: of torch's functions.
         inputs: of the graph.
     """
+    if shares_what_it_writes(graph):
+        return graph  # as it is written
     found: Any = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
     percent = budget_percent(how)
     with nullcontext() if percent is None else functorch.patch(activation_memory_budget=percent / 100):

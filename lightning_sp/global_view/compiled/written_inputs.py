@@ -61,6 +61,22 @@ def written_inputs(graph: GraphModule) -> list[Node]:
     return [node for node in found if not node.meta["example_value"].requires_grad]
 
 
+def shares_what_it_writes(graph: GraphModule) -> bool:
+    """Return whether memory that a graph writes to is another input's or output's, too, or a part of more: no copy stands for it then. Pure."""
+    written = written_inputs(graph)
+    storages = [_storage(node) for node in graph.graph.nodes if node.op == "placeholder"]
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    given = [_storage(node) for node in output.all_input_nodes if node not in written]
+    return any(
+        storages.count(_storage(node)) > 1 or _storage(node) in given or _is_part(node.meta["example_value"])
+        for node in written
+    )
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return tensor._is_view() or tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
 def _storage(node: Node) -> int | None:
     value = node.meta.get("example_value")
     if isinstance(value, Tensor) and not isinstance(value, GlobalTensor):

@@ -22,7 +22,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.recording.forced_numbers import Forced
-from lightning_sp.preflight.recording.read_numbers import Line, numbers_of_groups, numbers_of_parts
+from lightning_sp.preflight.recording.read_numbers import Line, cuts_of_parts, numbers_of_groups, numbers_of_parts
 from lightning_sp.preflight.recording.users_lines import raises
 from lightning_sp.preflight.trial import Outcome, Trial
 
@@ -62,9 +62,10 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     Communicates: which lines compare such numbers; two whole runs where there are any, and more where these differ.
 
     Raises:
-        SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell.
+        SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell; or it cuts tokens by a number.
     """
     groups, control_group = trial.context.mesh.data_parallel_size, trial.control_group
+    _refuse_cuts(trial, whole, sharded)
     lines = lines_of_ranks(numbers_of_parts(whole.read, sharded.read, groups), control_group)
     # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
     of_all_groups = sharded.num_over_groups + sharded.num_means > 0
@@ -73,6 +74,21 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     forcing = _Forcing(trial, whole)
     for found, of_groups in ((lines, over_groups), (others, True)):
         search_lines(found, forcing.effect, partial(_refusal, trial, over_groups=of_groups))
+
+
+def _refuse_cuts(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+    """Refuse a step that cuts its part of a sequence by a number of Python's, which now takes all of it, and may be another one later.
+
+    A length that grows with the run, from whatever it is made: the optimizer's state, the last gradient's norm. Where it takes some tokens of
+    the crop and leaves others, the runs have been compared with that.
+    """
+    own = [] if trial.context.global_view else cuts_of_parts(whole.read, sharded.read)
+    if lines := sorted({line for each in comm.gather_objects(own, trial.control_group) for line in each}):
+        raise SequenceParallelError(
+            f"preflight: training_step cuts tokens by a number of Python's ({', '.join(lines[:2])}), that takes all of a rank's part, or none; "
+            "of the whole sequence it may take others, now on a longer batch or once the number is another; use global_view=True, in which the "
+            "step cuts whole sequences"
+        )
 
 
 def search_lines(

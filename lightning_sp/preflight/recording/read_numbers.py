@@ -13,12 +13,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -73,10 +74,12 @@ class ReadNumbers(TorchFunctionMode):
     Attributes:
         sizes: of the batch's tensors.
         calls: that compare or read.
+        cuts: the user's lines that take all or nothing of a dim by a number of Python's, and the lengths of these dims.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.cuts: dict[tuple[str, int], set[int]] = {}
         self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
         self._leaves = WeakTensorKeyDictionary()
@@ -109,6 +112,8 @@ class ReadNumbers(TorchFunctionMode):
         leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
         if place is not None:
             self._note(place, name, given[0], output, leaves)
+            if name in ("getitem", "setitem") and args[0] in self._leaves:
+                self.cuts.setdefault(place, set()).update(lengths_not_cut(args[0].shape, args[1]))
         counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
         counts = counts or any(each in self._counted for each in given)
         for each in (*_flat((output,)), *_written(function, args, kwargs)):
@@ -212,6 +217,26 @@ def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> d
     return dict(found)
 
 
+def cuts_of_parts(whole: ReadNumbers, sharded: ReadNumbers) -> list[str]:
+    """Return the lines of the user's that cut tokens by a number that is beyond a part, or is zero. Pure.
+
+    Args:
+        whole: what one device's run has noted.
+        sharded: what the run on a part has noted.
+    """
+    lengths = {
+        part
+        for entry, shape in sharded.sizes.items()
+        for part, of_whole in zip(shape, whole.sizes.get(entry, shape), strict=False)
+        if part != of_whole
+    }
+    return [
+        f"{file}:{line}"
+        for (file, line), sizes in sharded.cuts.items()
+        if not lengths.isdisjoint(sizes) and not any(folder in file for folder in INSTALLED)
+    ]
+
+
 def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, int]:
     """Return the lines that compare or read numbers of a data-parallel group's rows, and how often. Pure.
 
@@ -273,6 +298,32 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     name = str(getattr(function, "__name__", ""))
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     yield from _flat((args[:1] if in_place else (), kwargs.get("out")))
+
+
+def lengths_not_cut(shape: Sequence[int], index: Any) -> list[int]:
+    """Return the lengths of the dims of which an index takes all or nothing by a number that is not made of them: `x[:, :1000]`. Pure.
+
+    Args:
+        shape: of what is indexed.
+        index: of it, as Python has it.
+    """
+    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [each for each in parts if each is not None]
+    if any(each is Ellipsis for each in parts):
+        at = next(i for i, each in enumerate(parts) if each is Ellipsis)
+        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
+    if any(isinstance(each, Tensor) for each in parts):
+        return []  # one of more dims, say
+    return [size for size, each in zip(shape, parts, strict=False) if isinstance(each, slice) and _cuts_not(size, each)]
+
+
+def _cuts_not(size: int, part: slice) -> bool:
+    start: Any = part.start
+    stop: Any = part.stop
+    if start is None and isinstance(stop, (int, np.integer)):
+        return bool(stop > size or stop == 0)
+    # With both, a loop over pieces of a length: it takes them all.
+    return stop is None and isinstance(start, (int, np.integer)) and bool(start == 0 or abs(int(start)) > size)
 
 
 def _by_mask(index: Any) -> bool:

@@ -117,7 +117,9 @@ def numbers_of(owner: Any, *, on_device: bool = False) -> dict[Any, Any]:
         on_device: of tensors on a device too, which waits for it.
     """
     if isinstance(owner, (list, deque)):
-        return {_LENGTH: len(owner), **(dict(enumerate(owner)) if len(owner) <= _MOST_PLACES else {})}
+        places = enumerate(owner) if len(owner) <= _MOST_PLACES else ()
+        # An empty one is taken for one of numbers; it may hold tensors later.
+        return {_LENGTH: len(owner), **{place: each for place, each in places if type(each) in NUMBERS}}
     if isinstance(owner, dict) and len(owner) > _MOST_ENTRIES:
         return {}
     found = {}

@@ -655,6 +655,20 @@ PREFLIGHT = (
         "tests/step/users_numbers/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[steps-0-steps=7]",
     ),
     fault(
+        "tokens that are cut by a number which a part is shorter than",
+        "preflight/differences/decisions.py",
+        "    _refuse_cuts(trial, whole, sharded)\n",
+        "",
+        "tests/preflight/recording/test_part_cuts.py::test_whatever_decides_the_number[gradients]",
+    ),
+    fault(
+        "a queue that begins empty and is taken for one of numbers",
+        "step/users_numbers/counters.py",
+        "{place: each for place, each in places if type(each) in NUMBERS}",
+        "dict(places)",
+        "tests/preflight/recording/test_part_cuts.py::test_a_queue_that_begins_empty_and_holds_tensors",
+    ),
+    fault(
         "an embedding that a trial of a later step has frozen",
         "step/isolation/traces_in_run.py",
         "[partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]",

@@ -1,0 +1,62 @@
+"""A step that cuts tokens by a number of Python's sees whole sequences, whatever decides the number, and from the first step on."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_sp.preflight.recording.read_numbers import lengths_not_cut
+from tests.preflight.recording import part_cuts_ranks as ranks
+
+
+def assert_same(found, plain):
+    assert not found["error"]
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-10)
+    for name, weight in plain["weights"].items():
+        assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
+
+
+@pytest.mark.parametrize("kind", ["gradients", "state", "batches", "buffer"])
+def test_whatever_decides_the_number(pools, kind):
+    (plain,) = pools(1).run(ranks.fit, kind, None)
+    for found in pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": "auto"}):
+        assert_same(found, plain)
+        assert found["whole"]
+
+
+def test_pieces_and_lengths_of_the_part_itself_need_no_whole(pools):
+    (plain,) = pools(1).run(ranks.fit, "pieces", None)
+    for found in pools(2).run(ranks.fit, "pieces", {"ring_size": 2, "global_view": "auto"}):
+        assert_same(found, plain)
+        assert not found["whole"]
+
+
+def test_without_a_global_view_it_is_refused_with_the_line(pools):
+    for found in pools(2).run(ranks.fit, "gradients", {"ring_size": 2, "global_view": False}):
+        assert "training_step cuts tokens by a number of Python's" in found["error"]
+        assert "part_cuts_ranks.py:" in found["error"]
+
+
+def test_a_queue_that_begins_empty_and_holds_tensors(pools):
+    (plain,) = pools(1).run(ranks.fit, "queue", None)
+    for found in pools(2).run(ranks.fit, "queue", {"ring_size": 2, "global_view": "auto"}):
+        assert_same(found, plain)
+
+
+@pytest.mark.parametrize(
+    ("index", "found"),
+    [
+        ((slice(None), slice(None, 9)), [8]),
+        ((slice(None), slice(None, 8)), []),
+        ((slice(None), slice(None, 7)), []),
+        ((slice(None), slice(None, 0)), [8]),
+        ((..., slice(9, None)), [5]),
+        ((slice(None), slice(0, None), None), [8]),
+        ((slice(None), slice(-9, None)), [8]),
+        ((slice(None), slice(0, 100)), []),
+        (slice(None, 4), [3]),
+        ((None, 0, slice(None, 9)), [8]),
+        (3, []),
+    ],
+)
+def test_indices_that_take_all_or_nothing(index, found):
+    assert lengths_not_cut((3, 8, 5), index) == found

@@ -15,6 +15,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
@@ -65,7 +66,7 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
         SequenceParallelError: its loss or a gradient depends on such a decision, or nobody can tell; or it cuts tokens by a number.
     """
     groups, control_group = trial.context.mesh.data_parallel_size, trial.control_group
-    _refuse_cuts(trial, whole, sharded)
+    _look_at_cuts(trial, whole, sharded)
     lines = lines_of_ranks(numbers_of_parts(whole.read, sharded.read, groups), control_group)
     # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
     of_all_groups = sharded.num_over_groups + sharded.num_means > 0
@@ -76,19 +77,24 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
         search_lines(found, forcing.effect, partial(_refusal, trial, over_groups=of_groups))
 
 
-def _refuse_cuts(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
-    """Refuse a step that cuts its part of a sequence by a number of Python's, which now takes all of it, and may be another one later.
+def _look_at_cuts(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+    """Find where a step cuts its part of a sequence by a number of Python's, which now takes all of it, and may be another one later.
 
     A length that grows with the run, from whatever it is made: the optimizer's state, the last gradient's norm. Where it takes some tokens of
-    the crop and leaves others, the runs have been compared with that.
+    the crop and leaves others, the runs have been compared with that. Where the step can see whole sequences it does, else a warning says so.
     """
     own = [] if trial.context.global_view else cuts_of_parts(whole.read, sharded.read)
-    if lines := sorted({line for each in comm.gather_objects(own, trial.control_group) for line in each}):
-        raise SequenceParallelError(
-            f"preflight: training_step cuts tokens by a number of Python's ({', '.join(lines[:2])}), that takes all of a rank's part, or none; "
-            "of the whole sequence it may take others, now on a longer batch or once the number is another; use global_view=True, in which the "
-            "step cuts whole sequences"
-        )
+    lines = sorted({line for each in comm.gather_objects(own, trial.control_group) for line in each})
+    if not lines:
+        return
+    told = (
+        f"preflight: training_step cuts tokens by a number of Python's ({', '.join(lines[:2])}) that takes all of a rank's part, or none; "
+        "of the whole sequence it may take others, now on a longer batch or once the number is another; use global_view=True, in which the "
+        "step cuts whole sequences"
+    )
+    if trial.may_retry:
+        raise SequenceParallelError(told)
+    rank_zero_warn(told)
 
 
 def search_lines(

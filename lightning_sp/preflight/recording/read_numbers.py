@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
-from lightning_sp.preflight.recording.users_lines import INSTALLED, compares_products
+from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products
 
 # Functions whose result is true or false of each number, or of all.
 COMPARISONS = {
@@ -75,10 +76,16 @@ class ReadNumbers(TorchFunctionMode):
         sizes: of the batch's tensors.
         calls: that compare or read.
         cuts: the user's lines that take all or nothing of a dim by a number of Python's, and the lengths of these dims.
+
+    Args:
+        module: whose step it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__()
+        self._module = module
+        # Made of a part's length: its places are not the whole's.
+        self._ranges = WeakTensorKeyDictionary()
         self.cuts: dict[tuple[str, int], set[int]] = {}
         self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
@@ -96,17 +103,19 @@ class ReadNumbers(TorchFunctionMode):
         """Let go of all tensors."""
         self._leaves.clear()
         self._counted.clear()
+        self._ranges.clear()
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
+        name = name_of(function)
+        place = self._follow_ranges(name, (*args, *kwargs.values()), output, sys._getframe(1))
         given = [each for each in _flat((*args, *kwargs.values())) if each in self._leaves]
         if not given:
             return output
-        name = name_of(function)
-        place = users_place(sys._getframe(1))
+        place = place or users_place(sys._getframe(1))
         if place is None and name not in _MOVES:
             return output
         leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
@@ -114,6 +123,8 @@ class ReadNumbers(TorchFunctionMode):
             self._note(place, name, given[0], output, leaves)
             if name in ("getitem", "setitem") and args[0] in self._leaves:
                 self.cuts.setdefault(place, set()).update(lengths_not_cut(args[0].shape, args[1]))
+            elif name in SIZES and bounds_a_size(*place) and self._is_of_module(sys._getframe(1)):
+                self.cuts.setdefault(place, set()).update(given[0].shape)
         counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
         counts = counts or any(each in self._counted for each in given)
         for each in (*_flat((output,)), *_written(function, args, kwargs)):
@@ -121,6 +132,30 @@ class ReadNumbers(TorchFunctionMode):
             if counts and each.dim():
                 self._counted[each] = True
         return output
+
+    def _follow_ranges(
+        self, name: str, given: tuple[Any, ...], output: Any, frame: FrameType
+    ) -> tuple[str, int] | None:
+        """Note where numbers from 0 to a part's length are compared, all with the same outcome; return the user's line, if it is known."""
+        tensors = [each for each in _flat(given) if each in self._ranges]
+        if name != "arange" and not tensors:
+            return None
+        if not isinstance(output, Tensor) or (place := users_place(frame)) is None:
+            return None
+        lengths = {output.numel()} if name == "arange" else set[int]().union(*(self._ranges[each] for each in tensors))
+        if name not in COMPARISONS:
+            self._ranges[output] = lengths
+        elif output.numel() and bool((output == output.flatten()[0]).all()):
+            self.cuts.setdefault(place, set()).update(lengths)
+        return place
+
+    def _is_of_module(self, frame: FrameType | None) -> bool:
+        """Return whether code is the module's own, which has the step: not that of a layer."""
+        for _ in range(2):  # a comprehension has a frame of its own
+            if frame is not None and self._module in frame.f_locals.values():
+                return True
+            frame = frame and frame.f_back
+        return False
 
     def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[Entry]) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
@@ -146,7 +181,7 @@ def numbers_read(module: nn.Module, context: SequenceContext, name: str = "train
         context: of the step.
         name: of the step.
     """
-    mode, step = ReadNumbers(), getattr(module, name, None)
+    mode, step = ReadNumbers(module), getattr(module, name, None)
     mesh = context.mesh
     if step is None or mesh.layout.size == 1 or (context.global_view and mesh.data_parallel_size == 1):
         yield mode

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 # Folders of libraries.
 INSTALLED = ("site-packages", "dist-packages")
+_BOUNDS = ("min", "max", "range")
 
 
 def multiplies_by_zero(file: str, line: int) -> bool:
@@ -62,6 +63,47 @@ def _compares_product(function: ast.AST) -> bool:
         for each in ast.walk(function)
         if isinstance(each, ast.Compare)
     )
+
+
+def bounds_a_size(file: str, line: int) -> bool:
+    """Return whether a line asks for a size of which the smaller or larger, or a range to it, of a number is made: by its text.
+
+    `n = min(self.length(), ids.shape[1])`, `for i in range(self.length(), tokens)`: of a part's size it is another than of the whole's.
+    """
+    return line in _lines_of_bounds(file)
+
+
+@lru_cache(maxsize=64)
+def _lines_of_bounds(file: str) -> frozenset[int]:
+    if any(folder in file for folder in INSTALLED):
+        return frozenset()
+    functions = [each for each in _nodes(file) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return frozenset().union(*(_lines_of(_bounded_sizes(each)) for each in functions))
+
+
+def _bounded_sizes(function: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """Yield the calls of a function that bound a size, and where the names in them are given sizes."""
+    sizes: dict[str, list[ast.stmt]] = {}
+
+    def is_size(node: ast.AST) -> bool:
+        return any(
+            (isinstance(each, ast.Attribute) and each.attr in ("shape", "size"))
+            or (isinstance(each, ast.Name) and each.id in sizes)
+            for each in ast.walk(node)
+        )
+
+    for each in ast.walk(function):
+        if isinstance(each, ast.Assign) and is_size(each.value):
+            for part in (part for target in each.targets for part in ast.walk(target) if isinstance(part, ast.Name)):
+                sizes.setdefault(part.id, []).append(each)
+    for each in ast.walk(function):
+        if not (isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in _BOUNDS):
+            continue
+        constant = any(isinstance(part, ast.Constant) for part in each.args)
+        if len(each.args) == 2 and not constant and sum(map(is_size, each.args)) == 1:
+            yield each
+            names = {part.id for part in ast.walk(each) if isinstance(part, ast.Name)}
+            yield from (one for name in names for one in sizes.get(name, ()))
 
 
 def _multiplies(node: ast.AST) -> bool:

@@ -657,7 +657,7 @@ PREFLIGHT = (
     fault(
         "tokens that are cut by a number which a part is shorter than",
         "preflight/differences/decisions.py",
-        "    _refuse_cuts(trial, whole, sharded)\n",
+        "    _look_at_cuts(trial, whole, sharded)\n",
         "",
         "tests/preflight/recording/test_part_cuts.py::test_whatever_decides_the_number[gradients]",
     ),

@@ -61,6 +61,7 @@ class World:
         transformers: whether the model is that of transformers.
         plants: whether the user's step makes a wait of each kind.
         host: whether shards and the inputs of recomputed blocks are in the host's memory.
+        global_view: whether the step sees whole sequences.
     """
 
     size: int = 8
@@ -73,6 +74,7 @@ class World:
     transformers: bool = False
     plants: bool = False
     host: bool = False
+    global_view: bool = False
 
 
 class _Device(Accelerator):
@@ -261,7 +263,7 @@ def count(world: World) -> dict[str, Any]:
     strategy = SequenceParallelStrategy(
         ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend, packed_documents=world.documents > 1,
         cpu_offload=world.host, activation_checkpointing=world.host, activation_offload="host" if world.host else "none",
-        activation_loading_horizon=2,
+        activation_loading_horizon=2, global_view=world.global_view,
     )  # fmt: skip
     trainer = pl.Trainer(
         accelerator=_Device(), devices=1, num_nodes=world.size, strategy=strategy, plugins=[_Environment(world)], logger=False,

@@ -140,7 +140,9 @@ class ReadNumbers(TorchFunctionMode):
         tensors = [each for each in _flat(given) if each in self._ranges]
         if name != "arange" and not tensors:
             return None
-        if not isinstance(output, Tensor) or (place := users_place(frame)) is None:
+        if type(output) is not Tensor or torch._C._functorch.is_batchedtensor(output):
+            return None  # it has no numbers here, or those of all ranks; torch.vmap shows one of many
+        if (place := users_place(frame)) is None:
             return None
         lengths = {output.numel()} if name == "arange" else set[int]().union(*(self._ranges[each] for each in tensors))
         if name not in COMPARISONS:

@@ -44,8 +44,8 @@ from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, OF_COMPILED, TILED, as_options, of_each_block
-from lightning_sp.parallelize.recomputation import in_the_same_dtype
-from lightning_sp.parallelize.state_of_blocks import BlockState, once
+from lightning_sp.parallelize.recomputation.same_dtype import in_the_same_dtype
+from lightning_sp.parallelize.recomputation.state_of_blocks import BlockState, once
 from lightning_sp.parallelize.tiled_mlp import MlpTiles
 from lightning_sp.weights.matmuls import KeptResults, is_kept
 

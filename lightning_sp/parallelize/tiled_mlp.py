@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.compilation import without_compilation
-from lightning_sp.parallelize.recomputation import in_the_same_dtype
-from lightning_sp.parallelize.state_of_blocks import leaves_alone
+from lightning_sp.parallelize.recomputation.same_dtype import in_the_same_dtype
+from lightning_sp.parallelize.recomputation.state_of_blocks import leaves_alone
 from lightning_sp.weights.matmuls import keeping_none
 
 # Tokens that a first call is tried on, twice: whole, and its halves by themselves.

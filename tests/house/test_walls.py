@@ -71,6 +71,10 @@ PLANTED = {
     ),
     "Inside step": ("step/isolation/snapshot.py", "from lightning_sp.step import runner"),
     "Inside step.isolation": ("step/isolation/traces_in_run.py", "from lightning_sp.step.isolation import snapshot"),
+    "Inside parallelize.recomputation": (
+        "parallelize/recomputation/copies.py",
+        "from lightning_sp.parallelize.recomputation import noted_state",
+    ),
     "Inside users_code": ("users_code/ownership.py", "from lightning_sp.users_code import kept_outside"),
     "Inside step.users_numbers": (
         "step/users_numbers/counters.py",

@@ -24,7 +24,7 @@ OPTIONS = {
 }
 
 
-# One of each two is enough each day: what decides is tried without a Trainer in tests/parallelize/test_state_of_blocks.py.
+# One of each two is enough each day: what decides is tried without a Trainer in tests/parallelize/recomputation/test_state_of_blocks.py.
 FAST = {("selective", kind) for kind in KINDS} | {
     ("offload", "counter"), ("global view", "lists"), ("compiled", "counter"), ("compiled, selective", "average"),
     ("compiled in the global view, selective", "counter"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-FILE, NOTED = "parallelize/state_of_blocks.py", "parallelize/noted_state.py"
-TESTS = "tests/parallelize/test_state_of_blocks.py"
+FILE, NOTED = "parallelize/recomputation/state_of_blocks.py", "parallelize/recomputation/noted_state.py"
+TESTS = "tests/parallelize/recomputation/test_state_of_blocks.py"
 ALIKE = f"{TESTS}::test_recomputed_blocks_are_as_they_would_be"
-COMPILED = "tests/parallelize/test_compiled_state.py::test_compiled_blocks_are_as_they_would_be"
+COMPILED = "tests/parallelize/recomputation/test_compiled_state.py::test_compiled_blocks_are_as_they_would_be"
 
 RECOMPUTED_STATE = (
     fault(
@@ -26,7 +26,7 @@ RECOMPUTED_STATE = (
     ),
     fault(
         "a buffer that a recomputation writes to itself",
-        "parallelize/copies.py",
+        "parallelize/recomputation/copies.py",
         "            memory[view.memory] = self._memory[view.memory][1].clone().untyped_storage()\n",
         "            memory[view.memory] = self._memory[view.memory][0]\n",
         f"{ALIKE}[Counts-selective]",
@@ -34,7 +34,7 @@ RECOMPUTED_STATE = (
     fault(
         "a larger buffer that is not known as one that is written to",
         FILE,
-        "                state.written |= self._own.names_written()\n",
+        "                state.written |= self._own.names_written() | self._outside.names_written()\n",
         "",
         f"{ALIKE}[WritesMuch-selective]",
     ),
@@ -71,7 +71,7 @@ RECOMPUTED_STATE = (
         "global_view/compiled/written_inputs.py",
         '        copy.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_SAVE}\n',
         "        copy.meta = {**node.meta}\n",
-        "tests/parallelize/test_compiled_state.py::test_a_copy_of_what_is_written_is_never_computed_again[budget_1]",
+        "tests/parallelize/recomputation/test_compiled_state.py::test_a_copy_of_what_is_written_is_never_computed_again[budget_1]",
     ),
     fault(
         "a graph of the global view that reads a buffer behind its write",
@@ -96,7 +96,7 @@ RECOMPUTED_STATE = (
     ),
     fault(
         "views of one memory that a recomputation sees apart",
-        "parallelize/copies.py",
+        "parallelize/recomputation/copies.py",
         "        if view.memory not in memory:\n",
         "        if True:\n",
         f"{ALIKE}[Aliases-selective]",
@@ -127,6 +127,6 @@ RECOMPUTED_STATE = (
         "global_view/compiled/saved.py",
         "    if shares_what_it_writes(graph):\n",
         "    if False:\n",
-        "tests/parallelize/test_compiled_state.py::test_memory_that_several_have_is_written_to_once_for_all[none-whole]",
+        "tests/parallelize/recomputation/test_compiled_state.py::test_memory_that_several_have_is_written_to_once_for_all[none-whole]",
     ),
 )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_sp.parallelize.copies import Copies, num_bytes
+from lightning_sp.parallelize.recomputation.copies import Copies, num_bytes
 from lightning_sp.users_code.contents import Place, places_of
 from lightning_sp.users_code.random_generators import RandomGenerator, is_kind_of_generator
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.noted_state import LARGEST, Name, NotedState
+from lightning_sp.parallelize.recomputation.noted_state import LARGEST, Name, NotedState
 from lightning_sp.users_code.contents import members_of
 from lightning_sp.users_code.kept_outside import kept_outside
 from lightning_sp.users_code.ownership import is_object_of_user
@@ -70,7 +70,7 @@ class _SeenState:
             held = [each for each in given if isinstance(each, (dict, list, set, deque)) or is_object_of_user(each)]
             modules = [*state.block.modules()]
             self._own.visit([*modules, members_of(modules), *state.outside, *held])
-            self._outside = NotedState(set(), visited=self._own.visited, fixed=fixed, most=_MOST_OUTSIDE)
+            self._outside = NotedState(set(), is_first=True, visited=self._own.visited, fixed=fixed, most=_MOST_OUTSIDE)
             if not state.is_known:
                 self._outside.visit([*state.elsewhere])
 
@@ -84,7 +84,7 @@ class _SeenState:
         if not state.is_known:
             state.is_known = True
             with _disable_current_modes():
-                state.written |= self._own.names_written()
+                state.written |= self._own.names_written() | self._outside.names_written()
                 if not self._outside.is_small:
                     self._outside.keep_changed()
             state.outside = self._outside.roots()
@@ -96,7 +96,7 @@ class _SeenState:
                 "would see what was written; make another tensor of it (`self.n = self.n + 1`), or use activation_checkpointing='none'"
             )
         self._own.settle(state.written)
-        self._outside.settle(set())
+        self._outside.settle(state.written)
 
     def show(self) -> Callable[[], None]:
         """Let everything be as it was; return what takes that back."""

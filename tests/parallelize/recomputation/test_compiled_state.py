@@ -11,7 +11,7 @@ from torch import nn
 from lightning_sp.global_view.compiled.saved import compiled_within
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
 from lightning_sp.testing import max_error
-from tests.parallelize import test_state_of_blocks as blocks
+from tests.parallelize.recomputation import test_state_of_blocks as blocks
 
 KINDS = (
     *(blocks.Counts, blocks.CountsUnread, blocks.Reassigns, blocks.Averages, blocks.WritesMuch, blocks.Normalizes, blocks.Spectral),

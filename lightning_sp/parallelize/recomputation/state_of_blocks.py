@@ -5,8 +5,8 @@
     recomputation  in the backward; it sees what its forward saw, and what it writes is gone behind it
 
 So a block is as it would be without a checkpoint, where torch's own would count twice. Looked at are the attributes and buffers of its
-modules, what lists, dicts and the user's own objects in them hold, and random generators; of what else the user's code keeps, in files,
-classes, closures and the owners of hooks, what the block's first call has changed.
+modules, what lists, dicts and the user's own objects in them and among its arguments hold, and random generators. So is what else the user's
+code keeps, in files, classes, closures and the owners of hooks: in each call if it is little, else what the first call has changed.
 
 Small tensors are copied in each call, without a wait for the device; larger ones in the first, and later those that it wrote to.
 """
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.parallelize.recomputation.copies import num_bytes
 from lightning_sp.parallelize.recomputation.noted_state import LARGEST, Name, NotedState
 from lightning_sp.users_code.contents import members_of
 from lightning_sp.users_code.kept_outside import kept_outside
@@ -167,11 +168,11 @@ def _outside(block: nn.Module) -> Iterator[Any]:
 
 
 def _why_not_copied(tensor: Tensor) -> str:
-    size = tensor.numel() * tensor.element_size()
     if tensor.requires_grad:
         return "it has a gradient"
-    return (
-        f"it has {size:,} bytes"
-        if size > LARGEST
-        else f"its first call did not, so that its {size:,} bytes were not copied"
-    )
+    size = num_bytes(tensor)
+    if size is None:
+        return "tensors of its kind are not copied"
+    if size > LARGEST:
+        return f"it has {size:,} bytes"
+    return f"there is no copy of its {size:,} bytes, for the first call did not write to it, or a tuple holds it"

@@ -520,7 +520,7 @@ class WritesToGraph(Block):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (WritesLate, r"WritesLate writes in place to a tensor of shape \(131072,\) .*'table'.* its first call did not"),
+        (WritesLate, r"WritesLate writes in place to a tensor of shape \(131072,\) .*'table'.* the first call did not"),
         (WritesToGraph, r"WritesToGraph writes in place to a tensor of shape \(\) .*'total'.* it has a gradient"),
     ],
     ids=["late", "gradient"],

@@ -72,13 +72,13 @@ class Read(NamedTuple):
 class ReadNumbers(TorchFunctionMode):
     """Notes the calls that compare or read numbers of the batch.
 
+    Args:
+        module: whose step it is.
+
     Attributes:
         sizes: of the batch's tensors.
         calls: that compare or read.
         cuts: the user's lines that take all or nothing of a dim by a number of Python's, and the lengths of these dims.
-
-    Args:
-        module: whose step it is.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -111,11 +111,11 @@ class ReadNumbers(TorchFunctionMode):
         kwargs = kwargs or {}
         output = function(*args, **kwargs)
         name = name_of(function)
-        place = self._follow_ranges(name, (*args, *kwargs.values()), output, sys._getframe(1))
+        self._follow_ranges(name, (*args, *kwargs.values()), output, sys._getframe(1))
         given = [each for each in _flat((*args, *kwargs.values())) if each in self._leaves]
         if not given:
             return output
-        place = place or users_place(sys._getframe(1))
+        place = users_place(sys._getframe(1))
         if place is None and name not in _MOVES:
             return output
         leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
@@ -133,23 +133,20 @@ class ReadNumbers(TorchFunctionMode):
                 self._counted[each] = True
         return output
 
-    def _follow_ranges(
-        self, name: str, given: tuple[Any, ...], output: Any, frame: FrameType
-    ) -> tuple[str, int] | None:
-        """Note where numbers from 0 to a part's length are compared, all with the same outcome; return the user's line, if it is known."""
-        tensors = [each for each in _flat(given) if each in self._ranges]
-        if name != "arange" and not tensors:
-            return None
+    def _follow_ranges(self, name: str, given: tuple[Any, ...], output: Any, frame: FrameType) -> None:
+        """Note where a user's line compares numbers from 0 to a part's length, all with the same outcome."""
+        ranges = [each for each in _flat(given) if each in self._ranges]
+        if name != "arange" and not ranges:
+            return
         if type(output) is not Tensor or torch._C._functorch.is_batchedtensor(output):
-            return None  # it has no numbers here, or those of all ranks; torch.vmap shows one of many
+            return  # it has no numbers here, or those of all ranks; torch.vmap shows one of many
         if (place := users_place(frame)) is None:
-            return None
-        lengths = {output.numel()} if name == "arange" else set[int]().union(*(self._ranges[each] for each in tensors))
+            return
+        lengths = {output.numel()} if name == "arange" else set[int]().union(*(self._ranges[each] for each in ranges))
         if name not in COMPARISONS:
             self._ranges[output] = lengths
         elif output.numel() and bool((output == output.flatten()[0]).all()):
             self.cuts.setdefault(place, set()).update(lengths)
-        return place
 
     def _is_of_module(self, frame: FrameType | None) -> bool:
         """Return whether code is the module's own, which has the step: not that of a layer."""

@@ -205,8 +205,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         trainer = self._module.trainer
         self._show_as_known()
-        local = self._carried(partial(self._sharded, batch))
         self._evaluated.advance(trainer, dataloader_idx)
+        local = self._carried(partial(self._sharded, batch))
         if self._info.is_whole and self.sequence_parallel_size > 1:
             self._log_once.warn(describe_whole(batch, self.sequence_parallel_size), topic="whole")
         else:
@@ -227,9 +227,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         loop, written = loops.decided_by(trainer), self._run.written
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, is_new=new)
         mesh, options, changed = self.zigzag_mesh, self._options(batch), self._run.have_changed(trainer, batch)
-        local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most, is_changed=changed)
+        shard = partial(shard, is_changed=changed, is_filler=self._evaluated.is_filler(trainer))
+        local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
-        self._sigterm.agree(trainer, agreed.ends)
+        self._sigterm.agree(trainer, agreed.of_any.ends)
         seed = self._run.streams.alike(str(trainer.state.stage), trainer.global_step, mesh)
         local, info = to_device(local, info, self.root_device, alone=moves_batches(trainer))
         self._batch = replace(info, seed=seed)
@@ -316,9 +317,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._compare_evaluation(run, *args)
         args = self._handed.of_step(args)
         self._follow_metrics()
-        filler = self.data_parallel_size > 1 and self._evaluated.is_filler(self._module.trainer)
         kept = KeptValues(self._module) if self._first_evaluations.keeps(run.__name__) else None
-        output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs), filler=filler)
+        output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs))
         if kept is not None:
             kept.replace(partial(self._whole_output, does=f"{run.__name__} keeps"))
         return output

@@ -2,6 +2,7 @@
 
 from lightning_sp.comm.agreement import (
     NOTHING_WRITTEN,
+    BatchFlags,
     Largest,
     SameBatch,
     Spread,
@@ -91,6 +92,7 @@ from lightning_sp.comm.tensor_parallel import (
 __all__ = [
     "ALL_PAIRS_TAG",
     "NOTHING_WRITTEN",
+    "BatchFlags",
     "CheckedAllGather",
     "CheckedReduceScatter",
     "Connecting",

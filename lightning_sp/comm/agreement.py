@@ -181,15 +181,30 @@ class Written(NamedTuple):
 NOTHING_WRITTEN = Written()
 
 
-class SameBatch(NamedTuple):
-    """What ranks have told each other of a batch: whether they differ in its entries, and whether any was told to end, or has a longer batch, or
-    one with padding of ours, or does other things from here on; whether any has written to buffers, and all to the same ones."""
+class BatchFlags(NamedTuple):
+    """What is so of a batch on some rank.
 
-    uneven: bool
-    ends: bool
+    Args:
+        ends: the rank was told to end the run.
+        longer: its part is longer than those before.
+        padded: the degrees do not divide the batch's length.
+        changed: numbers by which the step may do other things have changed.
+        fillers: none of its rows counts: they only keep other ranks' collectives company.
+    """
+
+    ends: bool = False
     longer: bool = False
     padded: bool = False
     changed: bool = False
+    fillers: bool = False
+
+
+class SameBatch(NamedTuple):
+    """What ranks have told each other of a batch: whether they differ in its entries, what is so on any, whether any has written to buffers,
+    and all to the same ones."""
+
+    uneven: bool
+    of_any: BatchFlags
     writes_buffers: bool = False
     same_buffers: bool = True
 
@@ -203,10 +218,7 @@ def check_same_batch(
     num_groups: int,
     entries: int = 0,
     is_whole: bool = False,
-    ends: bool = False,
-    is_longer: bool = False,
-    is_padded: bool = False,
-    is_changed: bool = False,
+    flags: BatchFlags = BatchFlags(),  # noqa: B008  immutable
     loop: Mapping[str, Any] = MappingProxyType({}),
     written: Written = NOTHING_WRITTEN,
     group: ProcessGroup | None = None,
@@ -222,20 +234,17 @@ def check_same_batch(
         entries: a number that tells which entries the batch holds.
         num_groups: data-parallel groups, of which each has a number of ranks that share their sequences.
         is_whole: the batch holds no sequence, and is not split.
-        ends: this rank was told to end the run.
-        is_longer: this rank's part is longer than those before.
-        is_padded: the degrees do not divide the batch's length.
-        is_changed: numbers by which the step may do other things have changed on this rank.
+        flags: of this rank.
         loop: plain values by name, by which a loop decides what follows this batch.
         written: what this rank has written to outside of its steps.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 120 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
+    Communicates: one all_reduce on the host, of 128 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
-        return SameBatch(uneven=False, ends=ends, longer=is_longer, padded=is_padded, changed=is_changed)
+        return SameBatch(uneven=False, of_any=flags)
     report = _RankReport(
         1 if error else 0,
         digest,
@@ -247,12 +256,11 @@ def check_same_batch(
         written.buffers,
         written.shards,
     )
-    of_all, of_groups = _largest_and_least(report, (ends, is_longer, is_padded, is_changed), num_groups, group)
-    failed, ended, longer, padded, changed = map(bool, of_all[:5].tolist())
-    uneven, wholes, loops, others, writes = (of_all[5::2] != -of_all[6::2]).tolist()
+    of_all, of_groups = _largest_and_least(report, flags, num_groups, group)
+    failed, *of_any = map(bool, of_all[:6].tolist())
+    uneven, wholes, loops, others, writes = (of_all[6::2] != -of_all[7::2]).tolist()
     if not (failed or wholes or loops or writes or bool((of_groups[0] != -of_groups[1]).any())):
-        same = SameBatch(uneven=uneven, ends=ended, longer=longer, padded=padded, changed=changed)
-        return same._replace(writes_buffers=bool(of_all[11]), same_buffers=not others)
+        return SameBatch(uneven, BatchFlags(*of_any), writes_buffers=bool(of_all[12]), same_buffers=not others)
     _refuse(report, error, loop, written, group)
 
 
@@ -283,7 +291,7 @@ def _largest_and_least(
 ) -> tuple[Tensor, Tensor]:
     """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
 
-    Shapes: (15,): failed, the four flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
+    Shapes: (16,): failed, the five flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
     and passes, and their negatives.
     """
     numbers = (report.entries, report.is_whole, report.loop, report.buffers, report.shards)
@@ -294,7 +302,7 @@ def _largest_and_least(
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
     both = torch.cat([of_all, of_groups.view(-1)])
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:15], both[15:].view(2, num_groups, 2)
+    return both[:16], both[16:].view(2, num_groups, 2)
 
 
 def refuse_writes(own: Mapping[str, str], group: ProcessGroup | None) -> NoReturn:

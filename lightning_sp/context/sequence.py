@@ -43,6 +43,7 @@ class SequenceInfo:
         is_padded: the degrees do not divide the length of some rank's batch.
         is_changed: numbers by which the step may do other things have changed on some rank.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
+        has_fillers: that is so on some rank.
         encoder: the encoder's sequence; None where the batch holds one sequence.
         beside: other sequences, each with names and rows of its own: of a step that sees whole sequences alone.
         dims: of the batch's entries that carry this sequence, along which dim.
@@ -72,6 +73,7 @@ class SequenceInfo:
     is_padded: bool = False
     is_changed: bool = False
     is_filler: bool = False
+    has_fillers: bool = False
     encoder: SequenceInfo | None = None
     beside: tuple[SequenceInfo, ...] = ()
     encoder_is_whole: bool = False

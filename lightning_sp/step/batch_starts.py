@@ -22,13 +22,16 @@ from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
+from lightning_sp.data.loaders.fillers import still_ignored
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.step.current_sequence import CurrentSequence
+from lightning_sp.step.fillers import FillerHooks
 from lightning_sp.step.results.batch_ends import whole_batch
 from lightning_sp.step.resume.run_state import RunState
 from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.hooks.batch_hooks import HandedBatch
 from lightning_sp.trainer.hooks.batch_start_hooks import WholeBatchStarts
+from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
 
 _DIM = 1  # of a sequence that a hook adds, behind its rows
 
@@ -44,13 +47,22 @@ class BatchStarts(CurrentSequence, ABC):
         super().__init__(**options)
         self._batch_starts = WholeBatchStarts(self._at_batch_start, self._before_transfer)
         self._batch_ends = WholeBatchEnds(self._whole_batch_end)
+        self._of_fillers = FillerHooks(
+            lambda: self._batch is not None and self._batch.is_filler, lambda: self.root_device
+        )
+        self._filler_logs = FillerLogs(lambda: self._batch)
 
     def _follow_hooks(self, trainer: Any) -> None:
         """Run users' hooks around a batch as on one device until `_release_hooks`."""
         self._batch_starts.follow(trainer)
         self._batch_ends.follow(trainer)
+        if self.zigzag_mesh.data_parallel_size > 1:
+            self._of_fillers.follow(trainer)
+            self._filler_logs.follow(trainer)
 
     def _release_hooks(self) -> None:
+        self._filler_logs.release()
+        self._of_fillers.release()
         self._batch_starts.release()
         self._batch_ends.release()
 
@@ -67,11 +79,11 @@ class BatchStarts(CurrentSequence, ABC):
     def _before_transfer(self, own: Callable[[Any], Any], batch: Any, hook: str, number: int) -> Any:
         """Run a hook on the batch of a loader, before it is split. Every rank must call it."""
         if self.sequence_parallel_size == 1 or not self.config.shard_batch:
-            return own(batch)
+            return still_ignored(batch, own(batch))
         trainer = self._module.trainer
         seed = self._run.streams.alike(f"{hook} {number} {trainer.state.stage}", trainer.global_step, self.zigzag_mesh)
         with streams_from(seed, self.root_device):
-            return own(batch)
+            return still_ignored(batch, own(batch))
 
     def _at_batch_start(self, own: Callable[[Any], Any], handed: Any, hook: str, number: int) -> Any:
         """Run a hook that reads the batch of the step that comes on all of it, and split what it changes. Every rank must call it."""
@@ -115,8 +127,8 @@ class BatchStarts(CurrentSequence, ABC):
         options = replace(options, inferred_dims={**options.inferred_dims, **_added(shown, info)})
         local, found = shard_batch(shown, mesh.layout, mesh.sequence_rank, options)
         self._batch = replace(
-            found.to(self.root_device), seed=info.seed, dropout=info.dropout, is_filler=info.is_filler, uneven_entries=info.uneven_entries,
-            is_longer=info.is_longer, is_padded=info.is_padded, is_changed=info.is_changed,
+            found.to(self.root_device), seed=info.seed, dropout=info.dropout, uneven_entries=info.uneven_entries, is_longer=info.is_longer,
+            is_padded=info.is_padded, is_changed=info.is_changed, is_filler=info.is_filler, has_fillers=info.has_fillers,
         )  # fmt: skip
         if (step := self._steps.context.step) is not None:  # a trial, which runs the hooks within its step
             step.take(self._batch)

@@ -21,11 +21,14 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.step.fillers import metrics_put_back
 from lightning_sp.step.results.batch_ends import holds_more_than_numbers, whole_batch
 from lightning_sp.step.results.predictions import unsharded_output, whole_outputs
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.trainer.hooks.batch_end_hooks import BatchEnd
+from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.log_once import LogOnce
+from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
 from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
 from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
@@ -46,6 +49,7 @@ class CurrentSequence:
     _prepared: Any = None  # the module that is laid out
     _sums: LoggedSums
     _watched: WatchedNumbers
+    _filler_logs: FillerLogs
     _log_once: LogOnce
     _module: Any
     _groups: HostGroups
@@ -124,6 +128,10 @@ class CurrentSequence:
         What `self.log(reduce_fx="sum", sync_dist=True)` gives counts once where the ranks of a sequence have it together: `LoggedSums`, or where
         they have run the same rows. `self.log` says that it names no group; who calls this by hand says nothing, and gets the sum of all ranks.
         """
+        total = partial(super().reduce, group=None if group is _NOT_GIVEN else group, reduce_op="sum")  # type: ignore[misc]
+        return self._filler_logs.reduced(tensor, reduce_op, partial(self._reduced, group), total)
+
+    def _reduced(self, group: Any | None, tensor: Any, reduce_op: Any) -> Any:
         logged, group = group is None, None if group is _NOT_GIVEN else group
         if group is None and reduce_op == "sum" and self._mesh is not None:
             if self._batch is not None and self._batch.is_whole:
@@ -154,12 +162,14 @@ class CurrentSequence:
         context, mesh = self._steps.context, self.sequence_mesh
         trains = step.__name__ == "training_step" and not context.global_view
         watched = context.watched_numbers if trains else ()
+        fillers = step.__name__ == "training_step" and self._batch is not None and self._batch.is_filler
         reads_states = step.__name__ == "training_step" and self._module.automatic_optimization
         with (
             self._sums.of_step(self._module, logged_once, mesh),
             self._watched.of_step(self._module, watched, mesh, self._steps.device),
             self._follow_names() if trains and context.trial_seed is None else nullcontext(),
             states_by_weight(self.optimizers if reads_states else (), self._module),
+            metrics_put_back([self._module, *of_user(self._module.trainer)]) if fillers else nullcontext(),
         ):
             return step(self, *args, **kwargs)
 

@@ -28,7 +28,9 @@ class EvaluationProgress:
         return self._batch == 0
 
     def is_filler(self, trainer: Any) -> bool:
-        """Return whether all samples of the batch in progress belong to another rank."""
+        """Return whether all samples of the batch in progress belong to another rank; of training the loader does not know."""
+        if not trainer.evaluating and not trainer.predicting:
+            return False
         loaders = evaluation_loop(trainer)._combined_loader
         return loaders is not None and is_filler_batch(loaders.flattened[self._loader], self._batch)
 

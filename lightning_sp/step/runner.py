@@ -43,10 +43,21 @@ from lightning_sp.parallelize import (
     with_backward_hooks,
 )
 from lightning_sp.rewrite import WholeAttention
-from lightning_sp.step.isolation.snapshot import isolated
+from lightning_sp.step.fillers import leaving_nothing
 from lightning_sp.step.non_finite import explain_non_finite
 from lightning_sp.step.results.predictions import unshard_tokens
 from lightning_sp.trainer.logged_numbers.row_metrics import make_whole
+
+_NO_ATTENTION = (
+    "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the model must call "
+    "F.scaled_dot_product_attention or flex_attention, use torch's nn.MultiheadAttention with need_weights=False, or be a Hugging Face model "
+    "with the attention interface; global_view=True carries attention that is written out"
+)
+_NOT_OF_THE_SEQUENCE = (
+    "all attention calls of the step are over as many tokens whatever the length of the batch: of an array of the model's own, or of a step "
+    "that cuts its tokens to a number, ids[:, :512] say, where each rank would cut its own part; global_view=True shows the step whole "
+    "sequences, or cut them in the collate function"
+)
 
 
 class StepRunner:
@@ -212,17 +223,16 @@ class StepRunner:
         if self.context.loss_step is not None:
             check_sums(self.context.loss_step, self.context)
 
-    def evaluate(self, batch: SequenceInfo, run: Callable[[], Any], *, filler: bool) -> Any:
+    def evaluate(self, batch: SequenceInfo, run: Callable[[], Any]) -> Any:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
 
         Args:
-            batch: what was sharded.
+            batch: what was sharded; of fillers nothing stays.
             run: the user's step on this rank's part.
-            filler: the batch only keeps other ranks' collectives company: it must not reach a log or a metric.
         """
         step = self._begin(batch, self.context.mesh.sequence_group)
         try:
-            apart = isolated(self.module, self.device) if filler else nullcontext()
+            apart = leaving_nothing(self.module, self.device) if batch.is_filler else nullcontext()
             if batch.uneven_entries:
                 self._gather_optional()
             with apart, self._counted(step):
@@ -371,8 +381,4 @@ class StepRunner:
         self.context.last_attention_patterns = tuple(step.attention_patterns)
         self._attention_reached = self.context.attention_told = step.num_attention_calls > 0
         if not self._attention_reached and self.context.mesh.layout.size > 1:
-            raise SequenceParallelError(
-                "the step made 0 attention calls that lightning_sp could see: every rank would attend to its own part alone; the "
-                "model must call F.scaled_dot_product_attention or flex_attention, use torch's nn.MultiheadAttention with need_weights=False, "
-                "or be a Hugging Face model with the attention interface; global_view=True carries attention that is written out"
-            )
+            raise SequenceParallelError(_NOT_OF_THE_SEQUENCE if self.context.unsharded.found_any else _NO_ATTENTION)

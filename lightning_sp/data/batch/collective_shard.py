@@ -31,6 +31,7 @@ def collective_shard(
     by_hand: bool,
     ends: bool = False,
     is_changed: bool = False,
+    is_filler: bool = False,
     is_new: Callable[[SequenceInfo], bool] = lambda _: False,
     loop: Mapping[str, Any] = MappingProxyType({}),
     most_tokens: int = sys.maxsize,
@@ -46,6 +47,7 @@ def collective_shard(
         by_hand: the batch is this rank's part already, mark or none.
         ends: this rank was told to end the run.
         is_changed: numbers by which the step may do other things have changed on this rank.
+        is_filler: the loader knows that none of the rows counts; a batch that still carries the mark of fillers says so itself.
         is_new: tells of a batch on which the step may do other things, too.
         loop: plain values by name, by which the loop decides what follows this batch.
         most_tokens: of a rank, above which the batch is longer than those before.
@@ -56,6 +58,7 @@ def collective_shard(
     """
     local, info, fault = _own_part(batch, mesh, options, by_hand=by_hand)
     compared = local is not batch or _is_whole_of_all(batch, info, mesh, by_hand=by_hand)
+    is_filler = is_filler or isinstance(batch, FillerBatch)
     try:
         agreed = comm.check_same_batch(
             _words(fault),
@@ -65,18 +68,21 @@ def collective_shard(
             num_groups=mesh.data_parallel_size,
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
-            ends=ends,
+            flags=comm.BatchFlags(
+                ends=ends,
+                longer=info is not None and info.local_tokens > most_tokens,
+                padded=info is not None and info.pads,
+                changed=is_changed or (info is not None and is_new(info)),
+                fillers=is_filler,
+            ),
             loop=loop,
-            is_longer=info is not None and info.local_tokens > most_tokens,
-            is_padded=info is not None and info.pads,
-            is_changed=is_changed or (info is not None and is_new(info)),
             written=written,
             group=group,
         )
     except SequenceParallelError as refusal:
         raise refusal from fault
     assert info is not None
-    return local, _told(info, agreed, is_filler=isinstance(batch, FillerBatch)), agreed
+    return local, _told(info, agreed, is_filler=is_filler), agreed
 
 
 def _own_part(
@@ -93,8 +99,9 @@ def _own_part(
 
 def _told(info: SequenceInfo, agreed: comm.SameBatch, *, is_filler: bool) -> SequenceInfo:
     """Return what was whole, with what ranks have told each other of it."""
-    info = replace(info, is_filler=is_filler, uneven_entries=agreed.uneven)
-    return replace(info, is_longer=agreed.longer, is_padded=agreed.padded, is_changed=agreed.changed)
+    found = agreed.of_any
+    info = replace(info, is_filler=is_filler, has_fillers=found.fillers, uneven_entries=agreed.uneven)
+    return replace(info, is_longer=found.longer, is_padded=found.padded, is_changed=found.changed)
 
 
 def _is_whole_of_all(batch: Any, info: SequenceInfo | None, mesh: SequenceMesh, *, by_hand: bool) -> bool:

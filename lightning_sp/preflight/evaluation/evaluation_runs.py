@@ -210,7 +210,7 @@ def run_part(
     draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn
     with together(), isolated(module, runner.device), draws, recorded_numbers(module) as found:
         with failing_together(module), numbers_read(module, runner.context, name) as read:
-            output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info), filler=False)
+            output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info))
         found.returned(output)
         found.attributes(module, world, evaluates=True)
         alike = mesh.data_group if runner.context.global_view else None

@@ -40,6 +40,7 @@ _LIBRARIES = {
 }
 
 
+_CONTAINERS = (list, tuple, deque, dict, set, frozenset)
 _PAIR = 8
 # Arrays in longer lists are samples: they have no count of writes, and would be copied.
 _MOST_ARRAYS = 64
@@ -170,18 +171,24 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers and tensors that lists and dicts in attributes hold."""
+    """Yield the numbers and tensors that lists, dicts and sets in attributes hold, and how many elements each has."""
     for name, value in _all_attributes(module):
-        if isinstance(value, (list, tuple, deque, dict)) and len(value) <= MAX_VISITED:
-            for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(each, np.ndarray) and len(value) > _MOST_ARRAYS:
-                    continue
-                if _is_number(each):
-                    yield f"{name}[{key_text(key)}]", each
-                elif isinstance(each, (list, tuple)) and len(each) <= _PAIR:  # numbers that are kept together
-                    yield from (
-                        (f"{name}[{key_text(key)}][{i}]", part) for i, part in enumerate(each) if _is_number(part)
-                    )
+        if isinstance(value, _CONTAINERS):
+            yield f"len({name})", len(value)
+            if len(value) <= MAX_VISITED:
+                yield from _elements(name, value)
+
+
+def _elements(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (set, frozenset)):
+        value = sorted(each for each in value if isinstance(each, (int, float)))
+    for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+        if isinstance(each, np.ndarray) and len(value) > _MOST_ARRAYS:
+            continue
+        if _is_number(each):
+            yield f"{name}[{key_text(key)}]", each
+        elif isinstance(each, (list, tuple)) and len(each) <= _PAIR:  # numbers that are kept together
+            yield from ((f"{name}[{key_text(key)}][{i}]", part) for i, part in enumerate(each) if _is_number(part))
 
 
 def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -222,7 +229,7 @@ def _outside(module: nn.Module) -> Iterator[tuple[str, Any]]:
     owners = [*module.modules(), *([] if trainer is None else of_user(trainer))]
     for name, value in ((each.name, each.value) for each in kept_outside(owners)):
         is_small = isinstance(value, Tensor) and value.nbytes <= MAX_BYTES and not isinstance(value, nn.Parameter)
-        if is_small or isinstance(value, (int, float, np.ndarray, list, tuple, deque, dict)):
+        if is_small or isinstance(value, (int, float, np.ndarray, *_CONTAINERS)):
             yield name, value
         yield from ((f"{name}.{n}", v) for n, v in _inside(value))
 

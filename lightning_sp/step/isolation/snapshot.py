@@ -55,12 +55,13 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 
 @contextmanager
-def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
+def isolated(root: nn.Module, device: torch.device, *, logs: bool = False) -> Iterator[None]:
     """Put back everything about `root` and the random streams that the block changes, in so far as it can be known.
 
     Args:
-        root: whose modules are watched; its `log` and `log_dict` do nothing meanwhile.
+        root: whose modules are watched.
         device: whose random stream is watched, besides the CPU's, Python's and numpy's.
+        logs: whether its `log` and `log_dict` do what they do; else nothing.
     """
     with ExitStack() as undo:
         # Shards are put back; a parameter that is whole at either end would be memory that FSDP frees, or hold what the block wrote.
@@ -80,7 +81,7 @@ def isolated(root: nn.Module, device: torch.device) -> Iterator[None]:
         for name in _DROPOUTS:
             undo.callback(setattr, F, name, getattr(F, name))
             setattr(F, name, _no_dropout)
-        for name in ("log", "log_dict"):
+        for name in () if logs else ("log", "log_dict"):
             if hasattr(root, name):
                 setattr(root, name, _ignore)
         yield

@@ -71,9 +71,9 @@ class RowMetrics:
         found = [each for holder in holders for _, each in outermost_metrics(holder)]
         for outermost in found:
             if not was_updated(outermost):
-                for each in _parts(outermost):
+                for each in parts_of(outermost):
                     _follow(each, group)
-        self._may_have = any(isinstance(each.dist_sync_fn, GatherOver) for every in found for each in _parts(every))
+        self._may_have = any(isinstance(each.dist_sync_fn, GatherOver) for every in found for each in parts_of(every))
 
 
 def _follow(metric: Metric, group: ProcessGroup | None) -> None:
@@ -86,7 +86,7 @@ def _follow(metric: Metric, group: ProcessGroup | None) -> None:
 def make_whole(module: nn.Module) -> None:
     """Make what metrics keep of a step in the global view whole, which torchmetrics sends: predictions, say. Every rank must call it."""
     for _, outermost in outermost_metrics(module):
-        for metric in _parts(outermost):
+        for metric in parts_of(outermost):
             for name in metric._defaults:
                 value = getattr(metric, name)
                 if isinstance(value, list):
@@ -97,7 +97,7 @@ def make_whole(module: nn.Module) -> None:
 
 def was_updated(metric: Metric | MetricCollection) -> bool:
     """Return whether a metric, or one of its parts, holds what a step has counted."""
-    return any(each.update_called for each in _parts(metric))
+    return any(each.update_called for each in parts_of(metric))
 
 
 def outermost_metrics(holder: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -123,5 +123,6 @@ def _is_metric(value: Any) -> bool:
     return isinstance(value, (Metric, MetricCollection))
 
 
-def _parts(metric: Metric | MetricCollection) -> list[Metric]:
+def parts_of(metric: Metric | MetricCollection) -> list[Metric]:
+    """Return a metric and those that it is made of."""
     return [each for each in metric.modules() if isinstance(each, Metric)]

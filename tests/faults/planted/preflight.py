@@ -669,6 +669,13 @@ PREFLIGHT = (
         "tests/preflight/recording/test_part_cuts.py::test_a_queue_that_begins_empty_and_holds_tensors",
     ),
     fault(
+        "how many elements a step keeps of its tokens, not compared",
+        "preflight/recording/attributes.py",
+        '            yield f"len({name})", len(value)\n',
+        "",
+        "tests/preflight/recording/test_part_cuts.py::test_how_many_elements_a_step_has_kept_of_its_tokens[texts]",
+    ),
+    fault(
         "an embedding that a trial of a later step has frozen",
         "step/isolation/traces_in_run.py",
         "[partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]",

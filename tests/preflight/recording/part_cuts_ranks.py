@@ -23,6 +23,8 @@ class Cuts(Plain):
         self.kind, self.norm = kind, 0.0
         self.register_buffer("seen", torch.zeros(3))
         self.queue: deque[Tensor] = deque(maxlen=2)
+        self.met: set[int] = set()
+        self.texts: list[str] = []
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.norm += float(
@@ -42,6 +44,8 @@ class Cuts(Plain):
                 is_early = not states or int(states[0].get("step", 0)) < 2
             case "batches":
                 is_early = self.trainer.fit_loop.total_batch_idx < 2
+            case "short":
+                is_early = False
             case _:
                 is_early = float(self.seen[1]) < 2
         return TOKENS if is_early else 8
@@ -57,6 +61,13 @@ class Cuts(Plain):
             loss = F.cross_entropy(self.model(ids, positions).flatten(0, 1), targets.flatten())
             self.queue.append(self.model.embedding.weight.detach().mean(0))
             loss = loss * (1 + sum(each.mean() for each in self.queue))
+        elif self.kind in ("elements", "texts"):  # of the sequences' first tokens
+            if self.kind == "elements":
+                self.met |= set(ids[:, 0].tolist())
+            else:
+                self.texts += [str(each) for each in ids[:, 0].tolist() if each % 2]
+            loss = F.cross_entropy(self.model(ids, positions).flatten(0, 1), targets.flatten())
+            loss = loss * (1 + len(self.met) + len(self.texts))
         elif self.kind == "buffer":  # labels alone
             targets = targets.clone()
             targets[:, : TOKENS - self.length()] = -100

@@ -36,6 +36,20 @@ def test_without_a_global_view_a_warning_has_the_line(pools):
     assert "part_cuts_ranks.py:" in found[0]["warned"]
 
 
+def test_a_cut_to_fewer_tokens_is_named_for_what_it_is(pools):
+    for found in pools(2).run(ranks.fit, "short", {"ring_size": 2, "global_view": False}):
+        assert "over as many tokens whatever the length of the batch" in found["error"]
+        assert "a step that cuts its tokens to a number" in found["error"]
+
+
+@pytest.mark.parametrize("kind", ["elements", "texts"])
+def test_how_many_elements_a_step_has_kept_of_its_tokens(pools, kind):
+    (plain,) = pools(1).run(ranks.fit, kind, None)
+    for found in pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": "auto"}):
+        assert_same(found, plain)
+        assert found["whole"]
+
+
 def test_a_queue_that_begins_empty_and_holds_tensors(pools):
     (plain,) = pools(1).run(ranks.fit, "queue", None)
     for found in pools(2).run(ranks.fit, "queue", {"ring_size": 2, "global_view": "auto"}):

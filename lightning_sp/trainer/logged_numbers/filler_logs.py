@@ -1,0 +1,94 @@
+"""What Lightning logs of a batch that holds fillers on some rank: a filler's numbers take part in the message, and count for nothing.
+
+    self.log("loss", loss, on_epoch=True, sync_dist=True)        7 rows on 2 groups: a mean over 7, not over 8
+    self.log("rows", 1.0, reduce_fx="sum", sync_dist=True)       7 of an epoch, 1 of its last step
+
+Other ranks' messages need every rank: a log is made on all, and what it adds is taken back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_sp.context.sequence import SequenceInfo
+
+_NEUTRAL = {"max": float("-inf"), "min": float("inf")}  # of a largest and a least number; of a sum 0
+
+
+class FillerLogs:
+    """Lightning's logged numbers while a run is in progress; a class because what it replaces is put back.
+
+    Args:
+        batch: gives the batch in progress.
+    """
+
+    def __init__(self, batch: Callable[[], SequenceInfo | None]) -> None:
+        self._batch = batch
+        self._followed: list[Any] = []
+        self._counts: bool | None = None
+
+    def follow(self, trainer: Trainer) -> None:
+        """Leave fillers out of what the loops of a trainer log, until `release`."""
+        self.release()
+        fit = trainer.fit_loop.epoch_loop
+        for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
+            self._followed.append(loop._results)
+            vars(loop._results)["update_metrics"] = partial(self._update, loop._results)
+
+    def release(self) -> None:
+        """Give the loops their own way to log back."""
+        for results in self._followed:
+            vars(results).pop("update_metrics", None)
+        self._followed.clear()
+
+    def reduced(
+        self, number: Any, op: Any, reduce: Callable[[Any, Any], Any], total: Callable[[Tensor], Tensor]
+    ) -> Any:
+        """Return a number reduced over ranks; while it is logged beside fillers, over those ranks alone whose rows count.
+
+        Args:
+            number: of this rank.
+            op: "mean", "avg", "sum", "max" or "min".
+            reduce: reduces a number by an operation. Every rank must call it, and the other one.
+            total: adds up a number over the ranks that a mean is over.
+        """
+        if self._counts is None or not isinstance(number, Tensor):
+            return reduce(number, op)
+        if (op := str(op).lower()) in ("mean", "avg"):
+            count = total(torch.full_like(number, float(self._counts)))
+            return total(number if self._counts else torch.zeros_like(number)) / count
+        return reduce(number if self._counts else torch.full_like(number, _NEUTRAL.get(op, 0.0)), op)
+
+    def _update(self, results: Any, key: str, value: Any, batch_size: int) -> None:
+        own, info = partial(type(results).update_metrics, results, key, value, batch_size), self._batch()
+        # Hooks at an epoch's end log numbers of no batch.
+        if info is None or not info.has_fillers or results.batch is None:
+            own()
+            return
+        result = results[key]
+        of_ranks = result.is_tensor and result.meta.sync.should
+        if info.is_filler and result.is_tensor and not of_ranks and not results.training:
+            # This rank's own number, of an evaluation: without a row of its own it has none to show.
+            result.has_reset = not result.update_called
+            return
+        taken_back = info.is_filler and of_ranks and result.meta.on_epoch
+        before = {name: getattr(result, name) for name in result._defaults} if taken_back else {}
+        with self._counting(not info.is_filler):
+            own()
+        for name, kept in before.items():
+            setattr(result, name, kept)
+
+    @contextmanager
+    def _counting(self, counts: bool) -> Iterator[None]:
+        self._counts = counts
+        try:
+            yield
+        finally:
+            self._counts = None

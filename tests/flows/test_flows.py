@@ -20,21 +20,20 @@ FLOWS = {flow.name: flow for flow in flows()}
 SUBSET = (
     "dpo", "adversarial", "target_network", "hidden_states", "bart_classes", "modernbert_mean",
     "ema_in_validation", "qwen3_vl_images", "idefics_images",
-    "kept_for_the_end", "counted_for_the_end", "accuracy_from_zero", "questions_and_passages",
-    "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "heads_of_words", "single_numbers",
+    "kept_for_the_end", "accuracy_from_zero", "questions_and_passages",
+    "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "single_numbers",
     "multiple_choice", "vilt_questions", "detr_boxes",
 )  # fmt: skip
 # Where two groups that read their own rows say nothing of what a flow does, two ranks do.
 ELSEWHERE = {
     **dict.fromkeys(("dpo", "idefics_images"), "ring 2"),
-    **dict.fromkeys(("kept_for_the_end", "counted_for_the_end", "accuracy_from_zero"), "ring 2"),
+    **dict.fromkeys(("kept_for_the_end", "accuracy_from_zero"), "ring 2"),
     **dict.fromkeys(
         (
             "ema_before_zero_grad",
             "rate_by_tokens",
             "antecedents",
             "internvl_few_words",
-            "heads_of_words",
             "single_numbers",
             "multiple_choice",
             "detr_boxes",

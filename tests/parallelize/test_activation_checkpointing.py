@@ -282,7 +282,8 @@ def test_blocks_under_torch_compile(pools):
 
 
 @pytest.mark.parametrize(("late", "policy", "found"), [
-    (False, "none", "selective"), (True, "none", "selective"), (False, "every_2", "selective"), (False, "full", "full"),
+    (False, "none", "selective"), (True, "none", "selective"),
+    pytest.param(False, "every_2", "selective", marks=pytest.mark.slow), pytest.param(False, "full", "full", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_models_own_checkpointing_is_taken_over(pools, late, policy, found):
     build = "hugging face" if late else "hugging face, checkpointed"

@@ -8,7 +8,8 @@ import pytest
 
 from tests.preflight import lone_errors_ranks as ranks
 
-PLACES = ("step", "block", "loss", "backward", "block's backward", "last of the backward")
+PLACES = ("step", "block", "backward", "last of the backward")
+SLOW = ("loss", "block's backward")
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,12 @@ PLACES = ("step", "block", "loss", "backward", "block's backward", "last of the 
     [
         *(("ring_size", place) for place in PLACES),
         ("ulysses_size", "block"),
-        *(pytest.param("ulysses_size", place, marks=pytest.mark.slow) for place in PLACES if place != "block"),
+        *(pytest.param("ring_size", place, marks=pytest.mark.slow) for place in SLOW),
+        *(
+            pytest.param("ulysses_size", place, marks=pytest.mark.slow)
+            for place in (*PLACES, *SLOW)
+            if place != "block"
+        ),
     ],
 )
 def test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any, axis: str, place: str):

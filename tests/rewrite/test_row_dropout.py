@@ -14,7 +14,10 @@ LAYOUTS: tuple[tuple[int, dict[str, int]], ...] = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("arguments", [dict(), dict(functional=False), dict(repeats=2)], ids=str)
+SOME = [dict(), *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(functional=False), dict(repeats=2)))]
+
+
+@pytest.mark.parametrize("arguments", SOME, ids=str)
 def test_every_layout_drops_the_same_of_a_row(pools: Any, arguments: dict[str, Any]):
     layouts = LAYOUTS[:2] if arguments else LAYOUTS
     runs = [pools(world).run(ranks.trained, strategy, 4, arguments) for world, strategy in layouts]

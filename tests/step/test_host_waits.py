@@ -71,6 +71,7 @@ def test_a_step_waits_for_the_device_once(steps):
     assert {line: number for line, number in whole.items() if not _is_of_fsdp(line)} == OF_A_STEP
 
 
+@pytest.mark.slow
 def test_fsdp_has_groups_of_its_own(found):
     """The sequence is on all ranks: the world's communicator would be the attention's too."""
     groups = {(group, what) for _, kind, group, what in found[0]["groups"] if kind == "device collective"}

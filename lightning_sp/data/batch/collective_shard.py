@@ -59,6 +59,10 @@ def collective_shard(
     local, info, fault = _own_part(batch, mesh, options, by_hand=by_hand)
     compared = local is not batch or _is_whole_of_all(batch, info, mesh, by_hand=by_hand)
     is_filler = is_filler or isinstance(batch, FillerBatch)
+    flags = comm.BatchFlags(ends=ends, changed=is_changed, fillers=is_filler)
+    if info is not None:
+        longer, changed = info.local_tokens > most_tokens, is_changed or is_new(info)
+        flags = flags._replace(longer=longer, padded=info.pads, changed=changed)
     try:
         agreed = comm.check_same_batch(
             _words(fault),
@@ -68,13 +72,7 @@ def collective_shard(
             num_groups=mesh.data_parallel_size,
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
-            flags=comm.BatchFlags(
-                ends=ends,
-                longer=info is not None and info.local_tokens > most_tokens,
-                padded=info is not None and info.pads,
-                changed=is_changed or (info is not None and is_new(info)),
-                fillers=is_filler,
-            ),
+            flags=flags,
             loop=loop,
             written=written,
             group=group,

@@ -72,8 +72,17 @@ def test_the_exchange_of_heads_alone_travels_by_the_network(pools, degrees, caus
             assert calls == ({"all_to_all_single": num_calls} if ulysses > 1 else {})
 
 
-@pytest.mark.parametrize("degrees", [(1, 4), (2, 2), (1, 3)], ids=["1x4", "2x2", "1x3"])
-@pytest.mark.parametrize("method", ["hops", "all_gather"])
+@pytest.mark.parametrize(
+    ("method", "degrees"),
+    [
+        pytest.param("hops", (1, 4), id="hops-1x4"),
+        pytest.param("hops", (2, 2), id="hops-2x2"),
+        pytest.param("hops", (1, 3), id="hops-1x3", marks=pytest.mark.slow),
+        pytest.param("all_gather", (1, 4), id="all_gather-1x4", marks=pytest.mark.slow),
+        pytest.param("all_gather", (2, 2), id="all_gather-2x2"),
+        pytest.param("all_gather", (1, 3), id="all_gather-1x3", marks=pytest.mark.slow),
+    ],
+)
 def test_ranks_that_are_out_of_step_never_read_what_is_being_overwritten(pools, degrees, method):
     world = degrees[0] * degrees[1]
     ours, theirs = (pools(world).run(ranks.out_of_step, *degrees, t, method, 12) for t in ("shared_memory", "network"))

@@ -16,10 +16,10 @@ RING, GROUPS = dict(ring_size=2), dict(data_parallel_size=2, ulysses_size=2)
     ("kind", "world", "strategy"),
     [
         ("drawn whole", 2, RING),
-        ("like", 2, RING),
-        ("noise", 2, RING),
+        pytest.param("like", 2, RING, marks=pytest.mark.slow),
+        pytest.param("noise", 2, RING, marks=pytest.mark.slow),
         ("rows exchanged", 2, RING),
-        ("rows exchanged by torch", 2, RING),
+        pytest.param("rows exchanged by torch", 2, RING, marks=pytest.mark.slow),
         pytest.param("drawn whole", 4, GROUPS, marks=pytest.mark.slow),
         pytest.param("noise", 4, GROUPS, marks=pytest.mark.slow),
     ],

@@ -7,7 +7,7 @@ import pytest
 from tests.preflight.differences import second_step_ranks as ranks
 
 
-@pytest.mark.parametrize("weight", [5.0, 0.0])
+@pytest.mark.parametrize("weight", [5.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_predictions_that_the_next_epoch_reads_are_kept_in_the_global_view(pools, weight):
     [plain] = pools(1).run(ranks.fit, 1, weight)
     for found in pools(2).run(ranks.fit, 2, weight):

@@ -15,7 +15,10 @@ def assert_same(found, plain):
         assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
 
 
-@pytest.mark.parametrize("kind", ["gradients", "state", "batches", "buffer", "positions", "smaller", "loop"])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("state", "batches", "buffer", "smaller")]
+
+
+@pytest.mark.parametrize("kind", ["gradients", "positions", "loop", *SLOW])
 def test_whatever_decides_the_number(pools, kind):
     (plain,) = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": "auto"}):

@@ -17,7 +17,7 @@ OF_PARTS = {"of rows", "each row"}
     [
         (2, {"data_parallel_size": 2}, 7, OWN),
         (2, {"data_parallel_size": 2}, 1, OWN),  # of one group all rows are fillers
-        (4, {"data_parallel_size": 2, "ulysses_size": 2}, 5, OWN | OF_PARTS),
+        pytest.param(4, {"data_parallel_size": 2, "ulysses_size": 2}, 5, OWN | OF_PARTS, marks=pytest.mark.slow),
         (4, {"data_parallel_size": 2, "ulysses_size": 2, "global_view": True}, 5, OWN),
     ],
 )

@@ -30,7 +30,7 @@ from lightning_sp.preflight.comparison import buffers_of
 from lightning_sp.preflight.recording.attributes import numbers_left
 from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
-from lightning_sp.preflight.recording.logged import Number, recorded_numbers
+from lightning_sp.preflight.recording.logged import Number, metrics_begin_anew, recorded_numbers
 from lightning_sp.preflight.recording.read_numbers import ReadNumbers, numbers_read
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
@@ -304,8 +304,7 @@ class Trial:
 
     @contextmanager
     def _alone(self, batch: SequenceInfo, seed: int) -> Iterator[None]:
-        uneven = self.own.uneven_entries
-        with alone(self.module, self.context, batch, device=self.device, uneven=uneven, seed=seed):
+        with alone(self.module, self.context, batch, device=self.device, uneven=self.own.uneven_entries, seed=seed):
             yield
 
 
@@ -371,6 +370,7 @@ def alone(
         without_tiles(module),
         with_whole_weights(module),
         streams_from(seed, device),
+        metrics_begin_anew(module),
     ):
         yield
 

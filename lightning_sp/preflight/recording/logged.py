@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_sp import comm
 from lightning_sp.preflight.recording.attributes import attributes_of, changed_attributes
-from lightning_sp.trainer.logged_numbers.row_metrics import outermost_metrics, was_updated
+from lightning_sp.trainer.logged_numbers.row_metrics import outermost_metrics, parts_of, was_updated
 
 # Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
 WEIGHT = " (batch_size)"
@@ -45,14 +46,15 @@ class StepNumbers:
     Args:
         log: `LightningModule.log`, whose arguments these are.
         attributes: of the modules, as they were before the step.
+        held: metrics, by identity, that hold what steps before have counted, and nothing of this one.
 
     Attributes:
         numbers: by the name under which they are shown.
     """
 
-    def __init__(self, log: Any, attributes: Mapping[str, Any]) -> None:
+    def __init__(self, log: Any, attributes: Mapping[str, Any], held: Collection[int]) -> None:
         self.numbers: dict[str, Number] = {}
-        self._attributes = attributes
+        self._attributes, self._held = attributes, held
         self._names: dict[int, str] = {}  # under which metrics are logged
         self._signature = inspect.signature(log)
 
@@ -108,7 +110,7 @@ class StepNumbers:
             of_tokens: what metrics that name no ranks were given in steps on parts of sequences.
         """
         held = dict(outermost_metrics(module))
-        updated = {name for name, metric in held.items() if was_updated(metric)}
+        updated = {name for name, each in held.items() if was_updated(each) and id(each) not in self._held}
         for name in sorted(set.intersection(*comm.gather_objects(updated, control_group))):
             metric = held[name]
             for each in metric.modules():
@@ -139,14 +141,41 @@ class StepNumbers:
 
 
 @contextmanager
+def metrics_begin_anew(module: Any) -> Iterator[set[int]]:
+    """Let each metric of a module forget what it holds when the block first counts in it; until then the block reads what a step would.
+
+    Yields the metrics, by identity, that hold what steps before have counted.
+    """
+    found = [metric for _, metric in outermost_metrics(module) if was_updated(metric)]
+    held = set(map(id, found))
+    with ExitStack() as undo:
+        for outermost in found:
+            for metric in {id(each): each for each in (outermost, *parts_of(outermost))}.values():
+                for name in ("update", "forward"):
+                    own = vars(metric).get(name)
+                    vars(metric)[name] = _forgetting(getattr(metric, name), outermost, held)
+                    undo.callback(vars(metric).pop if own is None else vars(metric).__setitem__, name, own)
+        yield held
+
+
+def _forgetting(own: Callable[..., Any], outermost: Metric | MetricCollection, held: set[int]) -> Callable[..., Any]:
+    @wraps(own)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if id(outermost) in held:
+            held.discard(id(outermost))
+            outermost.reset()
+        return own(*args, **kwargs)
+
+    return counted
+
+
+@contextmanager
 def recorded_numbers(module: Any) -> Iterator[StepNumbers]:
-    """Collect what a LightningModule logs in the block, instead of logging it; its metrics begin anew. Within `isolated`."""
+    """Collect what a LightningModule logs in the block, instead of logging it; of its metrics what the block counts. Within `isolated`."""
     # Lightning's own: a user's override may take *args.
     log = next(vars(each)["log"] for each in reversed(type(module).__mro__) if "log" in vars(each))
-    found = StepNumbers(log, attributes_of(module))
-    for _, metric in outermost_metrics(module):
-        metric.reset()
-    with ExitStack() as undo:
+    with metrics_begin_anew(module) as held, ExitStack() as undo:
+        found = StepNumbers(log, attributes_of(module), held)
         for logger in getattr(getattr(module, "_trainer", None), "loggers", ()):
             if hasattr(logger, "take"):
                 logger.take = found.direct

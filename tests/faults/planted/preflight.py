@@ -676,6 +676,14 @@ PREFLIGHT = (
         "tests/preflight/recording/test_part_cuts.py::test_how_many_elements_a_step_has_kept_of_its_tokens[texts]",
     ),
     fault(
+        "a metric that a step reads, empty in a trial on shards alone",
+        "preflight/recording/logged.py",
+        "        found = StepNumbers(log, attributes_of(module), held)\n",
+        "        found = StepNumbers(log, attributes_of(module), held)\n"
+        "        for _, each in outermost_metrics(module):\n            each.reset()\n",
+        "tests/preflight/recording/test_part_cuts.py::test_whatever_decides_the_number[metric]",
+    ),
+    fault(
         "an embedding that a trial of a later step has frozen",
         "step/isolation/traces_in_run.py",
         "[partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]",
@@ -755,7 +763,7 @@ PREFLIGHT = (
     fault(
         "a batch that is longer than all before, which no trial hears of",
         "data/batch/collective_shard.py",
-        " or (info is not None and is_new(info))",
+        " or is_new(info)",
         "",
         "tests/preflight/lengths/test_untried_length.py::test_a_later_batch_that_is_longer_is_looked_at_before_its_step[steps]",
     ),

@@ -18,7 +18,7 @@ def assert_same(found, plain):
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("state", "batches", "buffer", "smaller")]
 
 
-@pytest.mark.parametrize("kind", ["gradients", "positions", "loop", *SLOW])
+@pytest.mark.parametrize("kind", ["gradients", "positions", "loop", "metric", *SLOW])
 def test_whatever_decides_the_number(pools, kind):
     (plain,) = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": "auto"}):

@@ -55,13 +55,13 @@ LONGEST_FIRST = (
     # Of what is collected last the longest, so that both workers end together.
     "tests/trainer/pretrained/test_peft.py",
     "tests/trainer/compile/test_user_compile.py",
-    "tests/trainer/test_lightning_options.py",
-    "tests/trainer/test_whole_batches.py",
-    "tests/trainer/test_float8.py",
-    "tests/trainer/test_optimizer_in_backward.py",
-    "tests/trainer/test_sigterm.py",
-    "tests/trainer/test_memory_options.py",
-    "tests/trainer/test_users.py",
+    "tests/trainer/whole_runs/test_lightning_options.py",
+    "tests/trainer/batches/test_whole_batches.py",
+    "tests/trainer/memory/test_float8.py",
+    "tests/trainer/optimizers/test_optimizer_in_backward.py",
+    "tests/trainer/processes/test_sigterm.py",
+    "tests/trainer/memory/test_memory_options.py",
+    "tests/trainer/whole_runs/test_users.py",
     "tests/trainer/pretrained/test_pretrained.py",
 )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-TOLD = "tests/trainer/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
-STANDS = "tests/trainer/test_sigterm.py::test_what_a_run_ended_with_goes_when_another_stands_for_it"
+TOLD = "tests/trainer/processes/test_sigterm.py::test_a_run_that_is_told_to_end_saves_and_goes_on_as_if_it_had_not"
+STANDS = "tests/trainer/processes/test_sigterm.py::test_what_a_run_ended_with_goes_when_another_stands_for_it"
 BACKGROUND = "tests/checkpoint/test_background.py"
 EXPIRED = "tests/checkpoint/folders/test_expired.py"
 PREEMPTION = "tests/trainer/processes/test_preemption.py"
@@ -24,7 +24,7 @@ CHECKPOINTS = (
         "trainer/processes/sigterm.py",
         "            _unheard.append(self._limit)\n",
         "",
-        "tests/trainer/test_sigterm.py::test_a_signal_behind_the_last_batch_ends_the_next_run",
+        "tests/trainer/processes/test_sigterm.py::test_a_signal_behind_the_last_batch_ends_the_next_run",
     ),
     fault(
         "a setup that waits on when it was told to end",

@@ -27,7 +27,7 @@ DATA = (
         "preflight/carried_steps.py",
         "inferred_dims=self._inferred.get(whole, {}), is_split=is_split)",
         "inferred_dims=self._inferred.get(whole, {}))",
-        "tests/trainer/test_data_parallel.py::test_labels_and_entries_of_any_name_are_those_of_one_device",
+        "tests/trainer/batches/test_data_parallel.py::test_labels_and_entries_of_any_name_are_those_of_one_device",
     ),
     fault(
         "a dataset that has shrunk, read by its first order",

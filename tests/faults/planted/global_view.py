@@ -287,7 +287,7 @@ GLOBAL_VIEW = (
         "parallelize/fsdp/units/root_unit.py",
         "                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)\n",
         "                pass\n",
-        "tests/trainer/test_optimizers.py::test_layers_of_the_module_itself_are_toggled",
+        "tests/trainer/optimizers/test_optimizers.py::test_layers_of_the_module_itself_are_toggled",
     ),
     fault(
         "added numbers that hide all keys of a query, computed",

@@ -154,14 +154,14 @@ LOSS = (
         "context/step.py",
         "self.whole_step, self.mesh = step, replace(self.run_mesh, layout=SequenceLayout())",
         "self.whole_step = step",
-        "tests/trainer/test_whole_batches.py::test_weights_metrics_and_predictions_are_one_devices[sum]",
+        "tests/trainer/batches/test_whole_batches.py::test_weights_metrics_and_predictions_are_one_devices[sum]",
     ),
     fault(
         "pictures that each rank of a sequence drops otherwise",
         "step/runner.py",
         "        seed = batch.seed if self.context.run_mesh.layout.size > 1 else None\n",
         "        seed = None\n",
-        "tests/trainer/test_whole_batches.py::test_ranks_of_a_sequence_draw_alike_and_groups_and_steps_do_not",
+        "tests/trainer/batches/test_whole_batches.py::test_ranks_of_a_sequence_draw_alike_and_groups_and_steps_do_not",
     ),
     fault(
         "a cross entropy that is only looked at, and says how its micro-batch weighs",

@@ -10,14 +10,14 @@ GATHERS = "tests/parallelize/fsdp/test_gather_dtypes.py"
 OFFLOAD = "tests/parallelize/test_activation_offload.py"
 ONCE = f"{UNITS}::test_gradients_are_one_process_and_a_head_is_gathered_and_reduced_once"
 
-FLOAT8 = "tests/trainer/test_float8.py"
+FLOAT8 = "tests/trainer/memory/test_float8.py"
 BYTES = "tests/parallelize/memory/test_activation_bytes.py"
 CHECKPOINTS = "tests/parallelize/test_activation_checkpointing.py"
 BUDGETS = "tests/parallelize/test_compiled_budgets.py"
 STAGED = "tests/rewrite/test_staged_heads.py"
 STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
 
-IN_BACKWARD = "tests/trainer/test_optimizer_in_backward.py"
+IN_BACKWARD = "tests/trainer/optimizers/test_optimizer_in_backward.py"
 IN_BACKWARD_LAW = f"{IN_BACKWARD}::test_a_fit_is_to_the_bit_that_of_steps_behind_the_backward[2]"
 
 MEMORY = (
@@ -132,7 +132,7 @@ MEMORY = (
         "parallelize/fsdp/units/root_unit.py",
         "for unit in fsdp_modules(self._root)[1:]:  # what stays",
         "for unit in fsdp_modules(self._root)[:0]:  # what stays",
-        "tests/trainer/test_memory_options.py::test_units_that_stay_whole_have_the_weights_after_an_update_by_hand",
+        "tests/trainer/memory/test_memory_options.py::test_units_that_stay_whole_have_the_weights_after_an_update_by_hand",
     ),
     fault(
         "a weight that something reads gathered in bfloat16",

@@ -78,7 +78,7 @@ RECOMPUTED_STATE = (
         "global_view/compiled/local_graph.py",
         "        self._written = [i for i, node in enumerate(self._placeholders) if node in written]\n",
         "        self._written: list[int] = []\n",
-        "tests/trainer/test_kept_by_blocks.py::test_a_fit_is_that_of_one_device[compiled in the global view, selective-counter]",
+        "tests/trainer/memory/test_kept_by_blocks.py::test_a_fit_is_that_of_one_device[compiled in the global view, selective-counter]",
     ),
     fault(
         "an MLP that counts each of its tiles",

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from tests.faults.fault import fault
 
-BEHIND = "tests/trainer/test_behind_runs.py"
+BEHIND = "tests/trainer/whole_runs/test_behind_runs.py"
 BEHAVIOURS = "tests/trainer/behaviours/test_behaviours.py"
 COMPILED = "tests/trainer/compile/test_user_compile.py"
 FROZEN = "tests/checkpoint/contents/test_frozen.py"
 PEFT = "tests/trainer/pretrained/test_peft.py"
 BUFFERS = "tests/step/agreement/test_rank_buffers.py::test_batch_norm_on_data_parallel_ranks_is_that_of_ddp"
 WRITES = "tests/step/agreement/test_agreed_writes.py"
-INNER = "tests/trainer/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices[most]"
-SUMMED = (
-    "tests/trainer/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
-)
-OPTIONS = "tests/trainer/test_lightning_options.py"
+INNER = "tests/trainer/optimizers/test_inner_gradients.py::test_what_a_step_asks_for_is_one_devices[most]"
+SUMMED = "tests/trainer/processes/test_collectives.py::test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view"
+OPTIONS = "tests/trainer/whole_runs/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
 UPDATE = (
@@ -30,14 +28,14 @@ USERS = (
         "preflight/recording/read_numbers.py",
         "    @wraps(inspect.unwrap(step))  # Lightning asks for the signature of what is wrapped once\n",
         "    @wraps(step)\n",
-        "tests/trainer/test_signatures.py::test_a_step_is_given_what_it_takes[part]",
+        "tests/trainer/whole_runs/test_signatures.py::test_a_step_is_given_what_it_takes[part]",
     ),
     fault(
         "a decorated step that is given the index of its batch, and takes none",
         "parallelize/fsdp/shard_model.py",
         "            getattr(root, name).__func__.__wrapped__ = inspect.unwrap(own)\n",
         "            pass\n",
-        "tests/trainer/test_signatures.py::test_a_step_is_given_what_it_takes[global]",
+        "tests/trainer/whole_runs/test_signatures.py::test_a_step_is_given_what_it_takes[global]",
     ),
     fault(
         "weights that a call behind the fit leaves whole",
@@ -59,14 +57,14 @@ USERS = (
         "parallelize/fsdp/dtensor/outside_weights.py",
         "        if not fails_on_empty_parts(func, args, kwargs):\n",
         "        if True:\n",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
+        "tests/trainer/optimizers/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "a weight that is cast in its layer, taken for one with memory of its own",
         "parallelize/fsdp/parameter_groups.py",
         "type(whole) is not nn.Parameter",
         "False",
-        "tests/trainer/test_memory_options.py::test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast"
+        "tests/trainer/memory/test_memory_options.py::test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast"
         "[{'ulysses_size': 2}]",
     ),
     fault(
@@ -130,7 +128,7 @@ USERS = (
         "strategy.py",
         "        if self._runner is not None:  # else the module may have no Trainer yet\n            self._runner.close()\n",
         "        if self._runner is not None:\n            self._runner.close()\n        if True:\n",
-        "tests/trainer/test_before_a_run.py::test_an_error_of_the_launcher_is_told_as_it_is",
+        "tests/trainer/whole_runs/test_before_a_run.py::test_an_error_of_the_launcher_is_told_as_it_is",
     ),
     fault(
         "a number as a batch, refused where nothing is split",
@@ -186,7 +184,7 @@ USERS = (
         "context/step.py",
         "        self.last_is_whole = step.batch.is_whole\n",
         "",
-        "tests/trainer/test_collectives.py::test_of_a_batch_without_a_sequence_the_world_has_each_row_twice[all_reduce-0]",
+        "tests/trainer/processes/test_collectives.py::test_of_a_batch_without_a_sequence_the_world_has_each_row_twice[all_reduce-0]",
     ),
     fault(
         "a collective bound by its name, past the check",
@@ -221,7 +219,7 @@ USERS = (
         "trainer/same_options.py",
         '    "gradient_clip_val",\n',
         "",
-        "tests/trainer/test_same_options.py::test_other_options_on_one_rank_are_refused_on_all",
+        "tests/trainer/whole_runs/test_same_options.py::test_other_options_on_one_rank_are_refused_on_all",
     ),
     fault(
         "another dropout on one rank, which no trial sees",
@@ -270,7 +268,7 @@ USERS = (
         "trainer/sharded_model.py",
         "            return self.global_rank * self.data_parallel_size // self.world_size\n",
         "            return 0\n",
-        "tests/trainer/test_before_a_run.py::test_which_samples_a_rank_reads_is_known[2-1]",
+        "tests/trainer/whole_runs/test_before_a_run.py::test_which_samples_a_rank_reads_is_known[2-1]",
     ),
     fault(
         "initial numbers drawn again from where the generator is by then",
@@ -495,7 +493,7 @@ USERS = (
         "parallelize/fsdp/shard_model.py",
         "    find_outputs_in_objects(fsdp_modules(root))\n",
         "",
-        "tests/trainer/test_users.py::test_a_users_module_trains_as_on_one_device[{'ring_size': 2}]",
+        "tests/trainer/whole_runs/test_users.py::test_a_users_module_trains_as_on_one_device[{'ring_size': 2}]",
     ),
     fault(
         "replicas that come apart without a word",
@@ -671,7 +669,7 @@ USERS = (
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "return comm.reduce_sum(grad_outputs[0]) / comm.size_of(comm.world()), None",
         "return comm.reduce_sum(grad_outputs[0]), None",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
+        "tests/trainer/optimizers/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "a gradient penalty of a unit whose weights FSDP2 has freed",
@@ -685,14 +683,14 @@ USERS = (
         "parallelize/fsdp/dtensor/outside_gradients.py",
         "queue(lambda: queue(act))",
         "act()",
-        "tests/trainer/test_penalties.py::test_a_penalty_is_one_devices[most]",
+        "tests/trainer/optimizers/test_penalties.py::test_a_penalty_is_one_devices[most]",
     ),
     fault(
         "padding's labels that are tried on no rank but their own",
         "preflight/indices/padding.py",
         "if runner.context.global_view or layout.size == 1:",
         "if True:",
-        "tests/trainer/test_padding.py::test_without_the_global_view_it_is_refused_on_all_ranks_with_what_to_write",
+        "tests/trainer/batches/test_padding.py::test_without_the_global_view_it_is_refused_on_all_ranks_with_what_to_write",
     ),
     fault(
         "a hook's batch that is a rank's part beside whole outputs",
@@ -762,6 +760,6 @@ USERS = (
         "rewrite/synced_batch_norm.py",
         "total = comm.sum_over_ranks(torch.cat([sums, own]), group)",
         "total = torch.cat([sums, own])",
-        "tests/trainer/test_batch_norm.py::test_statistics_are_of_the_global_batch[data 2]",
+        "tests/trainer/averages/test_batch_norm.py::test_statistics_are_of_the_global_batch[data 2]",
     ),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_sp.testing import max_error
 from tests.parallelize.tensor_parallel import packed_ranks, tensor_parallel_ranks, vocabulary_ranks
-from tests.trainer import optimizer_ranks
+from tests.trainer.optimizers import optimizer_ranks
 
 TENSOR = {"tensor_parallel_size": 2}
 # Uneven targets, accumulation with a short last window, clipping.

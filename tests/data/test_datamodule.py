@@ -375,9 +375,9 @@ def test_what_is_found_and_left_out_is_said(corpus, caplog):
     with caplog.at_level("INFO"), caplog.at_level("INFO", logger="lightning.pytorch"):
         data.setup()
         data.setup()
-    data.last_batch = "pad"
-    data.micro_batch_size = 7
-    data.train_dataloader()
+        data.last_batch = "pad"
+        data.micro_batch_size = 7
+        data.train_dataloader()
     said = caplog.text
     assert said.count("27 documents in 27 files") == 1
     assert "train 24 windows of 5 tokens from 24 documents (packing='document'), 72 of 192 targets dropped" in said

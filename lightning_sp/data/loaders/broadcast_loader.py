@@ -51,14 +51,15 @@ class BroadcastLoader:
 
     Without a sequence's group in its coordinates every rank reads its own: batches that were sharded by hand, or split by the user's sampler.
 
-    Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch without targets,
-    until all have.
+    Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch, in training without
+    targets, until all have.
 
     Args:
         loader: the user's; iterated on the reading rank alone.
         coordinates: this rank's.
         dealt: the loader's sampler, where its indices are dealt over the data-parallel groups.
         step_batches: in training the batches of an optimizer step, for loaders that keep a state of their own.
+        trains: the batches are trained on.
 
     `deals` says whether the batches are dealt over the groups, each of which reads all of them (`find_deals`).
     `skip` micro-batches of the next epoch are read and discarded: the cursor that a checkpoint stored. After `resume` none are.
@@ -70,8 +71,10 @@ class BroadcastLoader:
         coordinates: DataCoordinates,
         dealt: DealtIndices | None = None,
         step_batches: int | None = None,
+        *,
+        trains: bool = True,
     ) -> None:
-        self.loader, self.coordinates, self.dealt = loader, coordinates, dealt
+        self.loader, self.coordinates, self.dealt, self.trains = loader, coordinates, dealt, trains
         self.deals = False
         self._source: Iterator[Any] | None = None
         self._first: ReadResult | None = None
@@ -152,7 +155,7 @@ class BroadcastLoader:
                         "that each has one"
                     )
                 self.fillers_from = count if self.fillers_from is None else self.fillers_from
-                batch = ignore_targets(last)
+                batch = ignore_targets(last) if self.trains else last  # of an evaluation nothing stays
             last = batch
             count += 1
             if self._own_state is not None and kind == "batch" and reads:

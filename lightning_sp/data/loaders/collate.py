@@ -21,7 +21,7 @@ class Batches(Dataset[Sample]):
 
     def __init__(self, dataset: Dataset[Sample]) -> None:
         self.dataset = FillerDataset(dataset)
-        self.collate = FillerCollate(stack, fillers_come=False)
+        self.collate = FillerCollate(stack, trains=True)
 
     def __getitem__(self, indices: list[int]) -> Sample:
         """Return the stacked samples; for indices ``~i`` their targets are ignored."""

@@ -1,7 +1,8 @@
-"""Fillers: samples that are repeated where a rank would have none in the last batch, with their targets ignored.
+"""Fillers: samples that are repeated where a rank would have none in the last batch.
 
-Every rank must take part in the collectives of a micro-batch. A sampler gives the index of a filler as ``~i``: sample i keeps its shape and adds
-nothing to a loss over valid tokens. A rank's batch holds fillers alone, or none.
+Every rank must take part in the collectives of a micro-batch. A sampler gives the index of a filler as ``~i``. In training sample i keeps its
+shape, and its targets are ignored, so that it adds nothing to a loss over valid tokens. Of an evaluation's nothing stays (`step.fillers`), and
+it needs no targets. A rank's batch holds fillers alone, or none.
 """
 
 from __future__ import annotations
@@ -71,17 +72,18 @@ class FillerDataset(StandsFor, Dataset[Any]):
 
 
 class FillerCollate(StandsFor):
-    """A collate function that ignores the targets of a batch of fillers.
+    """A collate function that ignores the targets of a batch of fillers in training.
 
     It works on the batch and not on samples: only there are a user's targets sure to have names.
 
     Args:
         collate: the user's: samples -> a batch.
-        fillers_come: this run has fillers. A batch without known targets is then refused at once, not at an epoch's end.
+        trains: the batches are trained on.
+        fillers_come: of training, this run has fillers. A batch without known targets is then refused at once, not at an epoch's end.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], *, fillers_come: bool) -> None:
-        super().__init__(collate, fillers_come=fillers_come)
+    def __init__(self, collate: Callable[[list[Any]], Any], *, trains: bool, fillers_come: bool = False) -> None:
+        super().__init__(collate, trains=trains, fillers_come=fillers_come)
 
     def __call__(self, samples: list[Any]) -> Any:
         """Collate samples of a `FillerDataset`."""
@@ -89,7 +91,7 @@ class FillerCollate(StandsFor):
         batch = self.stood_for([each.sample for each in samples] if is_filler else samples)
         if self.fillers_come:
             known_targets(batch)
-        return ignore_targets(batch) if is_filler else batch
+        return ignore_targets(batch) if is_filler and self.trains else batch
 
 
 def known_targets(batch: Any) -> list[str]:

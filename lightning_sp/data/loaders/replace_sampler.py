@@ -68,13 +68,13 @@ def replace_sampler(
             sampler = SequentialGlobalBatchSampler(num_samples, split, coordinates.dp_rank, seed=seed, last=last)
     else:
         sampler = EvaluationBatchSampler(num_samples, batches.batch_size, coordinates.dp_rank, coordinates.dp_size)
-    fillers_come = bool(sampler.num_fillers if training else sampler.num_filler_batches)  # type: ignore[union-attr]
+    fillers_come = isinstance(sampler, GlobalBatchSampler) and sampler.num_fillers > 0
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
     return LazyDataLoader(
         FillerDataset(loader.dataset),
         batch_sampler=batch_sampler,
-        collate_fn=FillerCollate(loader.collate_fn, fillers_come=fillers_come),
+        collate_fn=FillerCollate(loader.collate_fn, trains=training, fillers_come=fillers_come),
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,

@@ -70,12 +70,12 @@ def same_samples(
             f"sequence_parallel: use_distributed_sampler=False: every rank reads {kind} as it is; the ranks of a sequence must read the same "
             "samples, so split by trainer.strategy.data_parallel_rank and data_parallel_size"
         )
-        return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
+        return BroadcastLoader(loader, replace(coordinates, sequence_group=None), trains=training)
     if by_hand:
         rank_zero_info(
             f"sequence_parallel: the order of {kind} cannot be replaced, and with shard_batch=False every rank reads its own part"
         )
-        return BroadcastLoader(loader, replace(coordinates, sequence_group=None))
+        return BroadcastLoader(loader, replace(coordinates, sequence_group=None), trains=training)
     return _read_by_one(loader, coordinates, accumulation=accumulation if training else None, seed=seed)
 
 
@@ -105,7 +105,7 @@ def _read_by_one(loader: Any, coordinates: DataCoordinates, *, accumulation: int
     """Return a loader that one rank of each sequence's group reads; in training its batches are dealt over the groups if nobody split them."""
     training = accumulation is not None
     own, dealt = deal_indices(loader, coordinates, seed) if training else (loader, None)
-    found = BroadcastLoader(own, coordinates, dealt, accumulation)
+    found = BroadcastLoader(own, coordinates, dealt, accumulation, trains=training)
     streamed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if training and streamed and coordinates.sequence_group is not None and found.peers_read_others():
         rank_zero_warn(

@@ -83,7 +83,15 @@ class Rows:
 
     input_ids: Tensor
     position_ids: Tensor
-    shift_labels: Tensor
+
+
+class Unlabeled(TokenDataset):
+    """Has nothing to train on."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        del sample["shift_labels"]
+        return sample
 
 
 class OwnClass(Plain):
@@ -92,14 +100,18 @@ class OwnClass(Plain):
     def on_before_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> Rows:
         return Rows(**batch)
 
+    def predict_step(self, batch: Rows, batch_idx: int) -> Tensor:
+        return self.model(batch.input_ids, batch.position_ids).flatten(1).amax(1)
+
     def validation_step(self, batch: Rows, batch_idx: int) -> None:
         self.log("rows", float(len(batch.input_ids)), reduce_fx="sum", sync_dist=True)
         self.log("first", self.model(batch.input_ids, batch.position_ids).flatten(1).amax(1).mean(), sync_dist=True)
 
 
-def validate(world: int, strategy: dict[str, Any] | None, rows: int) -> dict[str, float]:
-    """Return what a validation of batches of a user's own class logs."""
+def evaluate(world: int, strategy: dict[str, Any] | None, rows: int) -> tuple[dict[str, float], list[float]]:
+    """Return what a validation of batches of a user's own class logs, and predictions, without targets."""
     torch.manual_seed(3)
     trainer = plain_trainer() if strategy is None else quiet_trainer(world, strategy=strategy)
-    [found] = trainer.validate(OwnClass(tiny_llama), DataLoader(TokenDataset(rows), batch_size=1), verbose=False)
-    return dict(found)
+    module, data = OwnClass(tiny_llama), DataLoader(Unlabeled(rows), batch_size=1)
+    [found] = trainer.validate(module, data, verbose=False)
+    return dict(found), torch.cat(trainer.predict(module, data)).tolist()

@@ -23,7 +23,7 @@ OF_PARTS = {"of rows", "each row"}
 )
 def test_what_is_logged_beside_fillers_is_one_devices(pools, world, strategy, rows, others):
     """Means over rows, counts of rows, largest and least numbers, of steps, hooks and metrics; of rank 0, which shows them."""
-    alone, steps, ended = ranks.fit(1, None, rows, 2)
+    [(alone, steps, ended)] = pools(1).run(ranks.fit, 1, None, rows, 2)
     answers = pools(world).run(ranks.fit, world, strategy, rows, 1)
     found, shown, _ = answers[0]
     assert found.keys() == alone.keys()
@@ -37,7 +37,8 @@ def test_what_is_logged_beside_fillers_is_one_devices(pools, world, strategy, ro
     assert sum([answer[2] for answer in answers][:: world // 2]) == ended == rows
 
 
-def test_an_evaluation_counts_no_filler_of_a_users_own_class(pools):
-    alone = ranks.validate(1, None, 3)
-    for found in pools(2).run(ranks.validate, 2, {"data_parallel_size": 2}, 3):
+def test_an_evaluation_counts_no_filler_and_needs_no_targets(pools):
+    [(alone, predicted)] = pools(1).run(ranks.evaluate, 1, None, 3)
+    for found, rows in pools(2).run(ranks.evaluate, 2, {"data_parallel_size": 2}, 3):
         assert found == pytest.approx(alone, rel=1e-9)
+        assert rows == pytest.approx(predicted, rel=1e-9)

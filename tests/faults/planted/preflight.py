@@ -673,7 +673,7 @@ PREFLIGHT = (
         "preflight/recording/attributes.py",
         '            yield f"len({name})", len(value)\n',
         "",
-        "tests/preflight/recording/test_part_cuts.py::test_how_many_elements_a_step_has_kept_of_its_tokens[texts]",
+        "tests/preflight/recording/test_part_cuts.py::test_without_a_global_view_a_warning_has_what_a_container_holds[texts-len(self.texts)]",
     ),
     fault(
         "a metric that a step reads, empty in a trial on shards alone",

@@ -45,12 +45,17 @@ def test_a_cut_to_fewer_tokens_is_named_for_what_it_is(pools):
         assert "a step that cuts its tokens to a number" in found["error"]
 
 
-@pytest.mark.parametrize("kind", ["elements", "texts"])
-def test_how_many_elements_a_step_has_kept_of_its_tokens(pools, kind):
-    (plain,) = pools(1).run(ranks.fit, kind, None)
-    for found in pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": "auto"}):
+def test_a_set_of_tokens_decides_on_whole_sequences(pools):
+    (plain,) = pools(1).run(ranks.fit, "elements", None)
+    for found in pools(2).run(ranks.fit, "elements", {"ring_size": 2, "global_view": "auto"}):
         assert_same(found, plain)
         assert found["whole"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("elements", "self.met[0]"), ("texts", "len(self.texts)")])
+def test_without_a_global_view_a_warning_has_what_a_container_holds(pools, kind, name):
+    found = pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": False})
+    assert f"shows other numbers than one device: {name} (attribute)" in found[0]["warned"]
 
 
 def test_a_queue_that_begins_empty_and_holds_tensors(pools):

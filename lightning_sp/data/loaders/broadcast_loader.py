@@ -140,8 +140,11 @@ class BroadcastLoader:
             kind, batch = self._receive(self._read_own(source) if reads else None)
             error = batch if kind == "error" else None
             drawn = self.dealt.rounds.popleft() if self.dealt is not None and reads and kind == "batch" else None
-            if self._all_ended(RankState(self.coordinates.dp_rank, kind, error, drawn), count):
+            ended = self._ended(RankState(self.coordinates.dp_rank, kind, error, drawn), count)
+            if len(ended) == self.coordinates.dp_size:
                 return
+            if ended and not count and not self.trains:
+                last = self._of_others(batch if kind == "batch" else None)
             if kind == "end":
                 if last is None and count:
                     raise SequenceParallelError(
@@ -259,8 +262,15 @@ class BroadcastLoader:
         assert read is not None
         return read
 
-    def _all_ended(self, own: RankState, count: int) -> bool:
-        """Return whether the loaders of all ranks have ended, after `count` batches.
+    def _of_others(self, own: Any) -> Any:
+        """Return a batch of an evaluation whose groups are more than its batches: those that have none repeat another's.
+
+        Communicates: the batches that there are, over all ranks.
+        """
+        return next(each for each in comm.gather_objects(own, self.coordinates.control_group) if each is not None)
+
+    def _ended(self, own: RankState, count: int) -> set[int]:
+        """Return the data-parallel ranks whose loaders have ended, after `count` batches; the same on all ranks.
 
         Raises:
             SequenceParallelError: a rank's loader failed, or ranks of one sequence read different numbers of batches.
@@ -280,7 +290,7 @@ class BroadcastLoader:
                 "some have ended and others have not; each must read the same batches (use_distributed_sampler=False), or its part of the same "
                 "(shard_batch=False)"
             )
-        return all(state.kind == "end" for state in states)
+        return ended
 
 
 def _number(read: ReadResult | None) -> int | None:

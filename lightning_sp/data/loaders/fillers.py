@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_sp.data.batch.sharded_batch import FillerBatch, ShardedBatch, ShardedFillerBatch
+from lightning_sp.data.samplers.filler_index import FillerIndex
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 
@@ -26,6 +27,12 @@ class MarkedSample(NamedTuple):
     """A sample that is a filler."""
 
     sample: Any
+
+
+class MarkedBatch(NamedTuple):
+    """What a data set gives for many indices at once (`__getitems__`), all of fillers."""
+
+    samples: Any
 
 
 class StandsFor:
@@ -66,9 +73,27 @@ class FillerDataset(StandsFor, Dataset[Any]):
         """Count the real samples."""
         return len(self.stood_for)
 
-    def __getitem__(self, index: int) -> Any:
-        """Return a sample, as it is or marked."""
-        return self.stood_for[index] if index >= 0 else MarkedSample(self.stood_for[~index])
+    def __getitem__(self, index: Any) -> Any:
+        """Return a sample, as it is or marked; for what users ask otherwise, a slice say, what their data set gives."""
+        return MarkedSample(self.stood_for[~index]) if type(index) is FillerIndex else self.stood_for[index]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        """Return the samples of a batch, as torch asks for them: all at once where the user's data set does so."""
+        at_once = getattr(self.stood_for, "__getitems__", None)
+        if not at_once:
+            return [self[index] for index in indices]
+        if type(indices[0]) is FillerIndex:
+            return MarkedBatch(at_once([~index for index in indices]))
+        return at_once(indices)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """The user's own: `isinstance(self.trainer.train_dataloader.dataset, Subset)`."""
+        return type(self.stood_for)
+
+    def __reduce__(self) -> Any:
+        """Give another process the user's data set, in one of these."""
+        return FillerDataset, (self.stood_for,)
 
 
 class FillerCollate(StandsFor):
@@ -85,10 +110,12 @@ class FillerCollate(StandsFor):
     def __init__(self, collate: Callable[[list[Any]], Any], *, trains: bool, fillers_come: bool = False) -> None:
         super().__init__(collate, trains=trains, fillers_come=fillers_come)
 
-    def __call__(self, samples: list[Any]) -> Any:
+    def __call__(self, samples: Any) -> Any:
         """Collate samples of a `FillerDataset`."""
-        is_filler = type(samples[0]) is MarkedSample
-        batch = self.stood_for([each.sample for each in samples] if is_filler else samples)
+        is_filler = type(samples) is MarkedBatch or (isinstance(samples, list) and type(samples[0]) is MarkedSample)
+        if is_filler:
+            samples = samples.samples if type(samples) is MarkedBatch else [each.sample for each in samples]
+        batch = self.stood_for(samples)
         if self.fillers_come:
             known_targets(batch)
         return ignore_targets(batch) if is_filler and self.trains else batch

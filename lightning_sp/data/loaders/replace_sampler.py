@@ -37,10 +37,12 @@ def can_replace_sampler(loader: Any) -> bool:
     batches = _innermost(loader.batch_sampler)
     if type(batches) is not BatchSampler:
         return False
-    sampler = batches.sampler
-    return type(sampler) in (SequentialSampler, DistributedSampler) or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
-    )
+    sampler, num_samples = batches.sampler, len(loader.dataset)  # type: ignore[arg-type]
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == num_samples
+    # One of `range(100)` reads the first hundred.
+    source = getattr(sampler, "data_source" if type(sampler) is SequentialSampler else "dataset", None)
+    return type(sampler) in (SequentialSampler, DistributedSampler) and len(source or ()) == num_samples
 
 
 def replace_sampler(
@@ -67,11 +69,12 @@ def replace_sampler(
         else:
             sampler = SequentialGlobalBatchSampler(num_samples, split, coordinates.dp_rank, seed=seed, last=last)
     else:
-        sampler = EvaluationBatchSampler(num_samples, batches.batch_size, coordinates.dp_rank, coordinates.dp_size)
+        place = coordinates.dp_rank, coordinates.dp_size
+        sampler = EvaluationBatchSampler(num_samples, batches.batch_size, *place, drop_last=batches.drop_last)
     fillers_come = isinstance(sampler, GlobalBatchSampler) and sampler.num_fillers > 0
     wrapper: Any = type(loader.batch_sampler)
     batch_sampler: Any = sampler if wrapper is BatchSampler else wrapper(sampler)
-    return LazyDataLoader(
+    found = LazyDataLoader(
         FillerDataset(loader.dataset),
         batch_sampler=batch_sampler,
         collate_fn=FillerCollate(loader.collate_fn, trains=training, fillers_come=fillers_come),
@@ -84,6 +87,12 @@ def replace_sampler(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+    # What users read of their loader through the Trainer; torch forbids to set the first two.
+    for name, value in {"batch_size": batches.batch_size, "drop_last": batches.drop_last}.items():
+        object.__setattr__(found, name, value)
+    for name in vars(loader).keys() - vars(found).keys():
+        setattr(found, name, vars(loader)[name])
+    return found
 
 
 def described_order(loader: DataLoader[Any]) -> str:

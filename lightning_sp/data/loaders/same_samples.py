@@ -102,9 +102,9 @@ def _agreed_seed(loader: Any, coordinates: DataCoordinates, seed: int, *, replac
 
 
 def _read_by_one(loader: Any, coordinates: DataCoordinates, *, accumulation: int | None, seed: int) -> BroadcastLoader:
-    """Return a loader that one rank of each sequence's group reads; in training its batches are dealt over the groups if nobody split them."""
+    """Return a loader that one rank of each sequence's group reads; its batches are dealt over the groups if nobody split them."""
     training = accumulation is not None
-    own, dealt = deal_indices(loader, coordinates, seed) if training else (loader, None)
+    own, dealt = deal_indices(loader, coordinates, seed)
     found = BroadcastLoader(own, coordinates, dealt, accumulation, trains=training)
     streamed = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
     if training and streamed and coordinates.sequence_group is not None and found.peers_read_others():
@@ -115,7 +115,7 @@ def _read_by_one(loader: Any, coordinates: DataCoordinates, *, accumulation: int
             "lost"
         )
     said = ""
-    if coordinates.dp_size > 1 and training:
+    if coordinates.dp_size > 1:
         if dealt is None:
             found.find_deals()
         said = (

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_sp.data.samplers.batch_split import BatchSplit, Last, check_rank, num_trained
+from lightning_sp.data.samplers.filler_index import FillerIndex
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -122,7 +123,7 @@ class GlobalBatchSampler(DistributedSampler[list[int]]):
         """Return the sample at an index of the epoch; behind its end, the first ones again as fillers."""
         wrapped = index % self.num_samples
         sample = wrapped if order is None else int(order[wrapped])
-        return sample if index < self.num_samples else ~sample
+        return sample if index < self.num_samples else FillerIndex(~sample)
 
     def set_epoch(self, epoch: int) -> None:
         """Turn to an epoch. A cursor that was resumed holds for its own epoch alone."""

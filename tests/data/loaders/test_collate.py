@@ -7,6 +7,7 @@ import torch
 
 from lightning_sp.data.loaders.collate import Batches, stack
 from lightning_sp.data.loaders.fillers import FillerCollate, FillerDataset
+from lightning_sp.data.samplers.filler_index import FillerIndex
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.text.windows import Windows
@@ -25,7 +26,7 @@ def test_a_filler_has_the_sample_without_its_targets():
 
 def test_a_mask_of_the_loss_is_zero_in_a_filler():
     samples = FillerDataset([{"labels": torch.tensor([3, 4]), "loss_mask": torch.tensor([1, 1])}])
-    filler = FillerCollate(stack, trains=True, fillers_come=True)([samples[~0]])
+    filler = FillerCollate(stack, trains=True, fillers_come=True)([samples[FillerIndex(~0)]])
     assert len(samples) == 1
     assert filler["labels"].tolist() == [[IGNORE_INDEX] * 2]
     assert filler["loss_mask"].tolist() == [[0, 0]]
@@ -40,7 +41,7 @@ def test_targets_without_a_known_name_are_refused_with_the_first_batch():
 
 def test_a_filler_of_an_evaluation_needs_no_targets():
     samples = FillerDataset([{"x": torch.zeros(2)}])
-    assert list(FillerCollate(stack, trains=False)([samples[~0]])) == ["x"]
+    assert list(FillerCollate(stack, trains=False)([samples[FillerIndex(~0)]])) == ["x"]
 
 
 def test_batches_are_stacked_or_refused():

@@ -329,7 +329,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         step = self._steps.context.loss_step
         if not self._module.automatic_optimization:
-            closure_loss = self._steps.before_backward(closure_loss)
+            closure_loss = self._of_counted_groups(self._steps.before_backward(closure_loss), step)
         elif step is not None:
             closure_loss = self._weighed(closure_loss, step)
         if loops.is_update(self._module.trainer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
 
 from lightning_sp import comm
 from lightning_sp.comm import HostGroups
@@ -21,7 +22,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
-from lightning_sp.step.fillers import metrics_put_back
+from lightning_sp.step.fillers import forget_computed, metrics_put_back
 from lightning_sp.step.results.batch_ends import holds_more_than_numbers, whole_batch
 from lightning_sp.step.results.predictions import unsharded_output, whole_outputs
 from lightning_sp.step.runner import StepRunner
@@ -32,7 +33,7 @@ from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
 from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
 from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
-from lightning_sp.trainer.loops import names_of_sum
+from lightning_sp.trainer.loops import monitored_names, names_of_sum
 from lightning_sp.trainer.optimizers.state_of_weights import states_by_weight
 
 _NOT_GIVEN: Any = object()
@@ -143,13 +144,26 @@ class CurrentSequence:
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Gather a tensor as Lightning does: where the ranks of a sequence have the same rows, from one rank of each data-parallel group."""
+        """Gather a tensor as Lightning does: where the ranks of a sequence have the same rows, from one rank of each data-parallel group.
+
+        In a step beside fillers, from the ranks whose rows count.
+
+        Raises:
+            SequenceParallelError: ranks have tensors of other shapes or dtypes; on all of them.
+        """
         of_world = group is None or group is dist.group.WORLD  # Lightning's own word for none
         mesh, batch = self._mesh, self._batch
-        if of_world and mesh and batch and (batch.is_whole or (self.sees_whole_sequences and mesh.layout.size > 1)):
+        if not of_world or mesh is None:
+            return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc,no-any-return]
+        _check_shapes(comm.gather_objects((tuple(tensor.shape), tensor.dtype), self._groups.world))
+        counted = self._filler_logs.counted(self._groups.world)
+        if batch and (batch.is_whole or (self.sees_whole_sequences and mesh.layout.size > 1)):
             with nullcontext() if sync_grads else torch.no_grad():
-                return torch.stack(comm.gather_over_ranks(tensor.contiguous(), mesh.data_group))
-        return super().all_gather(tensor, group, sync_grads)  # type: ignore[misc,no-any-return]
+                found = torch.stack(comm.gather_over_ranks(tensor.contiguous(), mesh.data_group))
+            counted = counted and counted[:: len(counted) // len(found)]
+        else:
+            found = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+        return found if counted is None else found[torch.tensor(counted, device=found.device)]
 
     def _add_up(self, number: Tensor) -> Tensor:
         """Return the sum of a logged number, of which its values and its name tell how it adds up."""
@@ -162,16 +176,53 @@ class CurrentSequence:
         context, mesh = self._steps.context, self.sequence_mesh
         trains = step.__name__ == "training_step" and not context.global_view
         watched = context.watched_numbers if trains else ()
-        fillers = step.__name__ == "training_step" and self._batch is not None and self._batch.is_filler
         reads_states = step.__name__ == "training_step" and self._module.automatic_optimization
         with (
             self._sums.of_step(self._module, logged_once, mesh),
             self._watched.of_step(self._module, watched, mesh, self._steps.device),
             self._follow_names() if trains and context.trial_seed is None else nullcontext(),
             states_by_weight(self.optimizers if reads_states else (), self._module),
-            metrics_put_back([self._module, *of_user(self._module.trainer)]) if fillers else nullcontext(),
+            self._beside_fillers(step.__name__),
+            self._sync_monitored(step.__name__),
         ):
             return step(self, *args, **kwargs)
+
+    @contextmanager
+    def _sync_monitored(self, step: str) -> Iterator[None]:
+        """Let a number by which callbacks decide be that of all groups' samples, as on one device, though it is logged without sync_dist."""
+        trainer, log = self._module.trainer, self._module.log
+        several = step == "validation_step" and self.zigzag_mesh.data_parallel_size > 1
+        names = monitored_names(trainer) if several and not self._steps.context.is_tried else []
+        if not names:
+            yield
+            return
+
+        def synced(*args: Any, **kwargs: Any) -> None:
+            given = given_to_log(args, kwargs)
+            name, own = str(given.get("name")), not (given.get("sync_dist") or given.get("rank_zero_only"))
+            if own and len(args) <= 2 and name in names and not isinstance(given.get("value"), Metric):
+                kwargs["sync_dist"] = True
+                self._log_once(
+                    f"{name} is monitored, and each data-parallel group has samples of its own: it is logged as with sync_dist=True",
+                    topic=f"monitored {name}",
+                )
+            log(*args, **kwargs)
+
+        with replaced_log(self._module, synced):
+            yield
+
+    @contextmanager
+    def _beside_fillers(self, step: str) -> Iterator[None]:
+        """Run a step whose batch holds fillers on some rank, so that these count nowhere; any other as it is."""
+        batch = self._batch
+        if batch is None or not batch.has_fillers or self._steps.context.is_tried:
+            yield
+            return
+        holders = [self._module, *of_user(self._module.trainer)]
+        puts_back = metrics_put_back(holders) if step == "training_step" and batch.is_filler else nullcontext()
+        with self._filler_logs.beside(batch), puts_back:
+            yield
+        forget_computed(holders)
 
     @contextmanager
     def _follow_names(self) -> Iterator[None]:
@@ -195,3 +246,13 @@ class CurrentSequence:
     def _steps(self) -> StepRunner:
         assert self._runner is not None
         return self._runner
+
+
+def _check_shapes(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
+    """Refuse to gather tensors of other shapes or dtypes: the backend would read beyond some, or end the process."""
+    if len(set(of_ranks)) > 1:
+        listed = "; ".join(f"rank {rank}: {shape}, {dtype}" for rank, (shape, dtype) in enumerate(of_ranks))
+        raise SequenceParallelError(
+            f"all_gather of tensors that differ between ranks ({listed}): must have one shape and dtype on all, and data-parallel groups may "
+            "have unequally many samples; pad them, use a torchmetrics metric (CatMetric), or lightning_sp.reductions.gather_rows in the step"
+        )

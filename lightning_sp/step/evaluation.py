@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_sp.data.loaders.replace_sampler import is_filler_batch
+from lightning_sp.data.loaders.replace_sampler import is_filler_batch, num_groups
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.trainer.loops import evaluated_step, evaluation_loop
 
 
@@ -28,11 +29,24 @@ class EvaluationProgress:
         return self._batch == 0
 
     def is_filler(self, trainer: Any) -> bool:
-        """Return whether all samples of the batch in progress belong to another rank; of training the loader does not know."""
+        """Return whether all samples of the batch in progress belong to another rank; of training the loader does not know.
+
+        Raises:
+            SequenceParallelError: loaders side by side are dealt over several groups; on all ranks.
+        """
         if not trainer.evaluating and not trainer.predicting:
             return False
         loaders = evaluation_loop(trainer)._combined_loader
-        return loaders is not None and is_filler_batch(loaders.flattened[self._loader], self._batch)
+        if loaders is None:
+            return False
+        dealt = [each for each in loaders.flattened if num_groups(each) > 1]
+        if dealt and len(loaders.flattened) > 1 and loaders._mode != "sequential":
+            raise SequenceParallelError(
+                f"CombinedLoader(mode={loaders._mode!r}) of {len(loaders.flattened)} loaders in {evaluated_step(trainer)}: the batches of each "
+                f"are dealt over {num_groups(dealt[0])} data-parallel groups by themselves, and others stand side by side than on one device; "
+                "use mode='sequential', one loader of samples that hold both, or data_parallel_size=1"
+            )
+        return is_filler_batch(loaders.flattened[self._loader], self._batch)
 
     def batch_start_hook(self, trainer: Any) -> tuple[str, tuple[int, ...]]:
         """Return the hook that has had the batch in progress, and what it was told: the batch's index, and the loader's of several."""

@@ -27,6 +27,7 @@ def leaving_nothing(module: Any, device: torch.device) -> Iterator[None]:
     """Run a step or a hook of an evaluation on fillers; what it logs takes part in other ranks' messages (`FillerLogs`)."""
     with isolated(module, device, logs=True), without_loggers(module.trainer):
         yield
+    forget_computed([module])
 
 
 class FillerHooks:
@@ -59,6 +60,14 @@ class FillerHooks:
                 return own(*args, **kwargs)
 
         return run
+
+
+def forget_computed(holders: Iterable[Any]) -> None:
+    """Let metrics compute anew: what they have computed beside a filler, over all ranks, counts it."""
+    for holder in holders:
+        for _, found in outermost_metrics(holder):
+            for metric in parts_of(found):
+                metric._computed = None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sp import comm
 from lightning_sp.context.step import Step
 from lightning_sp.loss.token_weighting import TokenWindow, counts_in, scale_gradients
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
@@ -27,7 +28,18 @@ class TokenWeightedStrategy(ShardedModelStrategy):
 
     def _weighed(self, loss: Tensor, step: Step) -> Tensor:
         """Return what the backward of a micro-batch begins with."""
+        loss = self._of_counted_groups(loss, step)
         return self._window.weigh(loss, counts_in(loss, step)) if self._accumulate > 1 else loss
+
+    def _of_counted_groups(self, loss: Tensor, step: Step | None) -> Tensor:
+        """Return a loss by hand, of which FSDP averages the gradients of all groups, so that a group of fillers counts for nothing.
+
+        Others are of all groups' targets or rows already. Communicates: which ranks have fillers, in a step that has some.
+        """
+        if step is None or not step.batch.has_fillers or step.num_over_groups or counts_in(loss, step):
+            return loss
+        counted = comm.gather_objects(not step.batch.is_filler, self._groups.world)
+        return loss * (0.0 if step.batch.is_filler else len(counted) / sum(counted))
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

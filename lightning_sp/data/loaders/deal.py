@@ -8,7 +8,6 @@ each; otherwise the user has split it, and it stays as it is.
 from __future__ import annotations
 
 import copy
-import itertools
 import random
 import zlib
 from collections import deque
@@ -22,6 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError
 
+_END = object()
 States = tuple[Any, Any, torch.Tensor]
 
 
@@ -94,7 +94,9 @@ class DealtIndices:
             drawn = iter(self.batches)
         while True:
             with stream:
-                whole = list(itertools.islice(drawn, self.coordinates.dp_size))
+                # Not by islice, which begins anew with an iterator that does: Lightning's, of predictions.
+                read = [next(drawn, _END) for _ in range(self.coordinates.dp_size)]
+            whole = [each for each in read if each is not _END]
             if len(whole) <= self.coordinates.dp_rank:
                 return
             self.rounds.append(zlib.crc32(repr(whole).encode()))

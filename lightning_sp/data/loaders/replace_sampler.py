@@ -125,6 +125,14 @@ def is_filler_batch(loader: Any, batch_idx: int) -> bool:
     return False
 
 
+def num_groups(loader: Any) -> int:
+    """Return over how many data-parallel groups the batches of an evaluation loader are dealt."""
+    if isinstance(loader, BroadcastLoader):
+        return loader.coordinates.dp_size
+    samplers = (_inner_sampler(loader), getattr(loader, "sampler", None))
+    return max((each.dp_size for each in samplers if isinstance(each, EvaluationBatchSampler)), default=1)
+
+
 def _inner_sampler(loader: Any) -> Any:
     return _innermost(getattr(loader, "batch_sampler", None))
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from io import BytesIO, StringIO
 from multiprocessing.sharedctypes import Synchronized
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
@@ -257,6 +258,8 @@ def _remember(value: Any, undo: list[Callable[[], object]], copies: Copies, *, o
             put_elements(value, [exchanged(each, copies)[0] for each in children])
             sequence = [exchanged(each, copies)[1] for each in children]
         undo.append(partial(put_elements, value, sequence))
+    elif isinstance(value, (StringIO, BytesIO)) and not value.closed:
+        undo.append(partial(_rewrite, value, value.getvalue(), value.tell()))
     elif isinstance(value, (array, bytearray)):
         undo.append(partial(value.__setitem__, slice(None), value[:]))
     elif isinstance(value, SimpleQueue):
@@ -309,6 +312,14 @@ def _once(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 def _remove_new(hooks: dict[int, Any], before: set[int]) -> None:
     for each in hooks.keys() - before:
         del hooks[each]
+
+
+def _rewrite(file: Any, text: str | bytes, place: int) -> None:
+    """Give a file in memory back what it held, and its place."""
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.seek(place)
 
 
 def _drained(queue: SimpleQueue[Any]) -> list[Any]:

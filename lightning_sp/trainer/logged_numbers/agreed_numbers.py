@@ -1,4 +1,4 @@
-"""Numbers that the ranks of a sequence show after a validation: the same on all, or named; a monitored one is refused.
+"""Numbers that the ranks of a sequence show after a validation: the same on all, or named; a monitored one is refused, of groups too.
 
 What a module gathers in its steps and logs at the end of an epoch no preflight sees. Made of each rank's own tokens it is another number on each
 rank, and callbacks that monitor it would save, stop or lower the learning rate on some.
@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.trainer.loops import monitored_names, names_of_evaluation
 
 _TOLERANCE = 1e-6
@@ -28,7 +29,7 @@ def watch_numbers(trainer: Trainer, groups: comm.HostGroups) -> None:
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     callbacks[:] = [each for each in callbacks if not isinstance(each, AgreedNumbers)]
-    if comm.size_of(groups.samples) > 1:
+    if comm.size_of(groups.world or comm.world()) > 1:
         callbacks.insert(0, AgreedNumbers(groups))
 
 
@@ -40,7 +41,7 @@ class AgreedNumbers(Callback):
         self._named: set[str] = set()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compare. Communicates: the numbers, over the ranks of the sequence."""
+        """Compare. Communicates: the numbers, over the ranks of the sequence, and monitored ones over all."""
         if trainer.sanity_checking:
             return
         monitored = monitored_names(trainer)
@@ -48,6 +49,10 @@ class AgreedNumbers(Callback):
         names = sorted({*monitored} & {*trainer.callback_metrics} | {*names_of_evaluation(trainer)})
         values = {name: float(trainer.callback_metrics[name]) for name in names}
         found = differing(comm.gather_objects(values, self._groups.samples))
+        decides = {name: value for name, value in values.items() if name in monitored}
+        of_groups = differing(comm.gather_objects(decides, self._groups.world)) if monitored else {}
+        if of_groups and not any(comm.gather_objects(bool(found), self._groups.world)):
+            raise SequenceParallelError(_text_of_groups(of_groups))
         found = {name: each for name, each in found.items() if name in monitored or name not in self._named}
         self._named |= {*found}
         told = _text(found, [name for name in found if name in monitored])
@@ -67,6 +72,15 @@ def _same(values: Sequence[float]) -> bool:
     if any(not math.isfinite(each) for each in values):
         return len({str(each) for each in values}) == 1
     return max(values) - min(values) <= _TOLERANCE * max(map(abs, values))
+
+
+def _text_of_groups(found: Mapping[str, Sequence[Any]]) -> str:
+    listed = "; ".join(f"{name} = {', '.join(f'{each:.6g}' for each in values)}" for name, values in found.items())
+    return (
+        f"data-parallel groups log other numbers after a validation, of the ranks in order: {listed}. Each was made of a group's own samples; "
+        f"{', '.join(found)} is monitored, and checkpoints, early stopping or the learning rate would go by one group's. Log it with "
+        "sync_dist=True, or as a torchmetrics metric"
+    )
 
 
 def _text(found: Mapping[str, Sequence[Any]], monitored: Sequence[str]) -> str:

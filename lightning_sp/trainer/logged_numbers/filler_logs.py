@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 
 _NEUTRAL = {"max": float("-inf"), "min": float("inf")}  # of a largest and a least number; of a sum 0
@@ -51,7 +53,7 @@ class FillerLogs:
     def reduced(
         self, number: Any, op: Any, reduce: Callable[[Any, Any], Any], total: Callable[[Tensor], Tensor]
     ) -> Any:
-        """Return a number reduced over ranks; while it is logged beside fillers, over those ranks alone whose rows count.
+        """Return a number reduced over ranks; in a step, or while it is logged, beside fillers, over those ranks alone whose rows count.
 
         Args:
             number: of this rank.
@@ -80,15 +82,23 @@ class FillerLogs:
             return
         taken_back = info.is_filler and of_ranks and result.meta.on_epoch
         before = {name: getattr(result, name) for name in result._defaults} if taken_back else {}
-        with self._counting(not info.is_filler):
+        with self.beside(info):
             own()
         for name, kept in before.items():
-            setattr(result, name, kept)
+            setattr(result, name, kept.to(getattr(result, name).dtype))
 
     @contextmanager
-    def _counting(self, counts: bool) -> Iterator[None]:
-        self._counts = counts
+    def beside(self, info: SequenceInfo) -> Iterator[None]:
+        """Count what is reduced in the block on the ranks alone whose rows count, where some rank has fillers."""
+        before, self._counts = self._counts, not info.is_filler if info.has_fillers else None
         try:
             yield
         finally:
-            self._counts = None
+            self._counts = before
+
+    def counted(self, group: ProcessGroup | None) -> list[bool] | None:
+        """Return of each rank whether what is gathered in the block in progress is of rows that count; None where all is.
+
+        Communicates: that, where some rank has fillers.
+        """
+        return None if self._counts is None else comm.gather_objects(self._counts, group)

@@ -184,13 +184,6 @@ DATA = (
         "tests/trainer/batches/test_groups.py::test_evaluation_batches_of_any_order_count_once",
     ),
     fault(
-        "evaluation batches of a user's order, read whole by each group",
-        "data/loaders/same_samples.py",
-        "    own, dealt = deal_indices(loader, coordinates, seed)\n",
-        "    own, dealt = deal_indices(loader, coordinates, seed) if training else (loader, None)\n",
-        "tests/trainer/batches/test_groups.py::test_evaluation_batches_of_any_order_count_once",
-    ),
-    fault(
         "a stream of an evaluation, read whole by each group",
         "data/loaders/same_samples.py",
         "    if coordinates.dp_size > 1:\n",

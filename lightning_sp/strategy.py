@@ -227,7 +227,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         loop, written = loops.decided_by(trainer), self._run.written
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, is_new=new)
         mesh, options, changed = self.zigzag_mesh, self._options(batch), self._run.have_changed(trainer, batch)
-        shard = partial(shard, is_changed=changed, is_filler=self._evaluated.is_filler(trainer))
+        shard = partial(shard, is_changed=changed, is_filler=self._evaluated.is_filler(trainer) or self._was_filler)
         local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))
         self._sigterm.agree(trainer, agreed.of_any.ends)
@@ -263,8 +263,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._follow_metrics()
         trainer, rows, mesh = self._module.trainer, self._batch.rows, self.sequence_mesh
         self._checkpointing.before_step(self._steps, self._batch, self.optimizers, self.ranks_per_node)
-        dropout = self._run.begin_micro_batch(rows, trainer, mesh, self.root_device)
-        self._batch = replace(self._batch, dropout=dropout)
+        self._batch = replace(self._batch, dropout=self._run.begin_micro_batch(rows, trainer, mesh, self.root_device))
         # A step may take entries out of its batch.
         self._again = partial(self._training_step_again, *map(copy, args), **kwargs)
         kept = KeptValues(self._module, trains=True) if self._steps.context.keeps_in_training else None
@@ -309,15 +308,16 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     def _follow_metrics(self) -> None:
         """Add up metrics over the ranks that have other rows or tokens in the step that begins."""
-        mesh, alike = self.sequence_mesh, self._info.is_whole or self.sees_whole_sequences
-        holders = [self._module, *of_user(self._module.trainer)]
+        mesh, holders = self.sequence_mesh, [self._module, *of_user(self._module.trainer)]
+        alike = self._info.is_whole or self.sees_whole_sequences
         self._row_metrics.follow(holders, mesh.data_group if alike else mesh.token_group)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compare_evaluation(run, *args)
-        args = self._handed.of_step(args)
         self._follow_metrics()
+        self._of_fillers.begin(self._module)
         kept = KeptValues(self._module) if self._first_evaluations.keeps(run.__name__) else None
+        args = self._handed.of_step(args)
         output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs))
         if kept is not None:
             kept.replace(partial(self._whole_output, does=f"{run.__name__} keeps"))

@@ -145,7 +145,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             input, target, shown = local_targets(input, target)
         elif isinstance(target, SequenceTensor):
             target = target.whole()
-        target = _without_fillers(target, ignore_index)
+        target = _without_fillers(target, ignore_index, self.context.loss_step)
         if reduction == "none":
             losses = LossOfRows(partial(original, **options), weight, ignore_index)
             each_token = losses_of_tokens(losses, input, target, weight)
@@ -176,7 +176,7 @@ class CrossEntropyInterception(AbstractContextManager[None]):
         Shapes: (tokens, V), (tokens,) -> ().
         """
         step, original = self.context.loss_step, each or self._originals["cross_entropy"]
-        target = _without_fillers(target, ignore_index)
+        target = _without_fillers(target, ignore_index, step)
         kind: Kind = "unknown"
         if step is not None and self.context.global_view and not step.batch.is_whole:
             kind = kind_in_global_view(target, self.context, placement)
@@ -187,6 +187,8 @@ class CrossEntropyInterception(AbstractContextManager[None]):
             real = (
                 self._real_tokens(step) if placement is None and kind == "tokens" else _shown_tokens(placement, target)
             )
+            if step.batch.is_filler and step.loss_group is None:
+                real = torch.zeros(target.numel() // target.shape[min(1, target.dim() - 1)], dtype=torch.bool)
         total, count = sum_and_count(original, input, target, weight, ignore_index, real)
         if step is None:
             if self.context.reference is not None:
@@ -246,11 +248,16 @@ def _shown_tokens(placement: Placement | None, target: Tensor) -> Tensor | None:
     return shown.repeat(target.shape[0] // len(shown))
 
 
-def _without_fillers(target: Tensor, ignore_index: int) -> Tensor:
-    """Return the targets with padding and fillers ignored: they hold IGNORE_INDEX, whatever the user's convention is."""
-    if ignore_index == IGNORE_INDEX or target.is_floating_point():
+def _without_fillers(target: Tensor, ignore_index: int, step: Step | None) -> Tensor:
+    """Return the targets with padding and fillers ignored: they hold IGNORE_INDEX, whatever the user's convention is.
+
+    Of a training step on fillers all are, those too that the step has made itself.
+    """
+    if target.is_floating_point():
         return target
-    return target.masked_fill(target == IGNORE_INDEX, ignore_index)
+    if step is not None and step.batch.is_filler and step.loss_group is None:
+        return torch.full_like(target, ignore_index)
+    return target if ignore_index == IGNORE_INDEX else target.masked_fill(target == IGNORE_INDEX, ignore_index)
 
 
 def _linear(original: CrossEntropy, linear_weight: Tensor, input: Tensor, target: Tensor, **options: Any) -> Tensor:

@@ -21,6 +21,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.data.batch.sharded_batch import FillerBatch
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.data.loaders.fillers import still_ignored
 from lightning_sp.errors import SequenceParallelError
@@ -45,11 +46,10 @@ class BatchStarts(CurrentSequence, ABC):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self._was_filler = False
         self._batch_starts = WholeBatchStarts(self._at_batch_start, self._before_transfer)
         self._batch_ends = WholeBatchEnds(self._whole_batch_end)
-        self._of_fillers = FillerHooks(
-            lambda: self._batch is not None and self._batch.is_filler, lambda: self.root_device
-        )
+        self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device)
         self._filler_logs = FillerLogs(lambda: self._batch)
 
     def _follow_hooks(self, trainer: Any) -> None:
@@ -78,6 +78,7 @@ class BatchStarts(CurrentSequence, ABC):
 
     def _before_transfer(self, own: Callable[[Any], Any], batch: Any, hook: str, number: int) -> Any:
         """Run a hook on the batch of a loader, before it is split. Every rank must call it."""
+        self._was_filler = isinstance(batch, FillerBatch)  # the hook may make one of another class
         if self.sequence_parallel_size == 1 or not self.config.shard_batch:
             return still_ignored(batch, own(batch))
         trainer = self._module.trainer

@@ -219,7 +219,7 @@ class CurrentSequence:
             yield
             return
         holders = [self._module, *of_user(self._module.trainer)]
-        puts_back = metrics_put_back(holders) if step == "training_step" and batch.is_filler else nullcontext()
+        puts_back = metrics_put_back(holders, trains=step == "training_step") if batch.is_filler else nullcontext()
         with self._filler_logs.beside(batch), puts_back:
             yield
         forget_computed(holders)

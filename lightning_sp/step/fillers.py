@@ -7,14 +7,15 @@ training         its loss counts for nothing by itself; metrics are put back, th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 
-from lightning_sp.step.isolation.snapshot import isolated, snapshot
+from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.trainer.hooks.batch_end_hooks import HOOKS as ENDS
 from lightning_sp.trainer.hooks.batch_start_hooks import HOOKS as STARTS
 from lightning_sp.trainer.hooks.replaced_hooks import ReplacedHooks, hooks_of_user
@@ -31,33 +32,59 @@ def leaving_nothing(module: Any, device: torch.device) -> Iterator[None]:
 
 
 class FillerHooks:
-    """Users' hooks around a batch of an evaluation; a class because what they are is put back.
+    """Users' hooks around a batch of an evaluation, and its step, between them; a class because what they are is put back.
+
+    What one of them leaves on fillers the next ones find, and behind the last one it is put back: a hook notes what the step reads.
 
     Args:
-        fillers: tells whether the batch in progress is one of fillers.
+        batch: gives the batch in progress.
         device: of the run.
     """
 
-    def __init__(self, fillers: Callable[[], bool], device: Callable[[], torch.device]) -> None:
-        self._fillers, self._device = fillers, device
+    def __init__(self, batch: Callable[[], SequenceInfo | None], device: Callable[[], torch.device]) -> None:
+        self._batch, self._device = batch, device
         self._replaced = ReplacedHooks()
+        self._apart = ExitStack()
+        self._is_apart = False
 
     def follow(self, trainer: Any) -> None:
         """Let the hooks of a trainer's callbacks and module leave nothing of a batch of fillers until `release`."""
         self.release()
         module = trainer.lightning_module
-        for owner, hook, _ in hooks_of_user(trainer, [each for each in (*STARTS, *ENDS) if "train" not in each]):
-            self._replaced.replace(owner, hook, self._apart(getattr(owner, hook), module))
+        names = [each for each in (*STARTS, *ENDS) if "train" not in each]
+        last = [(module, each, 0) for each in ENDS if each in names]  # called behind all others, overridden or not
+        found = {(id(owner), hook): (owner, hook) for owner, hook, _ in (*hooks_of_user(trainer, names), *last)}
+        for owner, hook in found.values():
+            ends = owner is module and hook in ENDS
+            self._replaced.replace(owner, hook, self._run(getattr(owner, hook), module, ends=ends))
 
     def release(self) -> None:
         """Give every owner its own hook back."""
+        self.end()
         self._replaced.release()
 
-    def _apart(self, own: Callable[..., Any], module: Any) -> Callable[..., Any]:
+    def begin(self, module: Any) -> None:
+        """Run what comes apart, where the batch is one of fillers, until `end`."""
+        info = self._batch()
+        if info is not None and info.is_filler and not self._is_apart:
+            self._is_apart = True
+            self._apart.enter_context(leaving_nothing(module, self._device()))
+
+    def end(self) -> None:
+        """Put back what was done to a batch of fillers."""
+        self._is_apart = False
+        self._apart.close()
+
+    def _run(self, own: Callable[..., Any], module: Any, *, ends: bool) -> Callable[..., Any]:
         @wraps(own)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with leaving_nothing(module, self._device()) if self._fillers() else nullcontext():
-                return own(*args, **kwargs)
+            self.begin(module)
+            found = own(*args, **kwargs)
+            if (info := self._batch()) is not None and info.has_fillers:
+                forget_computed([module])
+            if ends:
+                self.end()
+            return found
 
         return run
 
@@ -71,17 +98,18 @@ def forget_computed(holders: Iterable[Any]) -> None:
 
 
 @contextmanager
-def metrics_put_back(holders: Iterable[Any]) -> Iterator[None]:
-    """Run a training step on fillers, and put back the metrics that count rows: another rank counts these.
+def metrics_put_back(holders: Iterable[Any], *, trains: bool) -> Iterator[None]:
+    """Run a step on fillers, and put back the metrics that count rows: another rank counts these. Of an evaluation all are put back.
 
-    A `MeanMetric` that is given one number and no weight keeps it: on one device each batch counts once, whatever its rows, and so it does on
-    each rank.
+    In training a `MeanMetric` that is given one number and no weight keeps it: on one device each batch counts once, whatever its rows, and so
+    it does on each rank.
 
     Args:
         holders: the module and callbacks, which hold the metrics.
+        trains: whether the step is one of training.
     """
-    found = [metric for holder in holders for _, metric in outermost_metrics(holder)]
-    put = [(metric, snapshot(metric)) for metric in found]
+    found = [each for holder in holders for _, metric in outermost_metrics(holder) for each in _apart_of(metric)]
+    put = [(metric, metric.update_called, _held_by(metric)) for metric in found]
     counting = set[int]()  # by identity: a metric's hash follows what it holds
     leaves = [each for metric in found for each in parts_of(metric) if len(parts_of(each)) == 1]
     own = [each.update for each in leaves]
@@ -92,9 +120,30 @@ def metrics_put_back(holders: Iterable[Any]) -> Iterator[None]:
     finally:
         for each, update in zip(leaves, own, strict=True):
             vars(each)["update"] = update
-    for metric, restore in put:
-        if not counting.isdisjoint(map(id, parts_of(metric))):
-            restore()
+    for metric, held, held_before in put:
+        was_reset = held and not metric.update_called
+        if was_reset or not trains or not counting.isdisjoint(map(id, parts_of(metric))):
+            for each, name, value in held_before:
+                vars(each)[name] = value
+        if was_reset:
+            metric.reset()
+
+
+def _held_by(metric: Metric) -> list[tuple[Metric, str, Any]]:
+    """Return what a metric and its parts have counted: their states, and counts beside them. Dtypes and devices follow the run."""
+    found: list[tuple[Metric, str, Any]] = []
+    for each in parts_of(metric):
+        for name, value in vars(each).items():
+            if name in each._defaults:
+                found.append((each, name, value.clone() if isinstance(value, torch.Tensor) else list(value)))
+            elif type(value) in (int, float, bool):
+                found.append((each, name, value))
+    return found
+
+
+def _apart_of(metric: Metric | MetricCollection) -> list[Metric]:
+    """Return the metrics of a collection, or the one metric: each keeps or forgets what it has counted by itself."""
+    return list(metric.values(copy_state=False)) if isinstance(metric, MetricCollection) else [metric]
 
 
 def _noting(metric: Metric, counting: set[int]) -> Callable[..., Any]:

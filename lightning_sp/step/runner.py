@@ -43,7 +43,6 @@ from lightning_sp.parallelize import (
     with_backward_hooks,
 )
 from lightning_sp.rewrite import WholeAttention
-from lightning_sp.step.fillers import leaving_nothing
 from lightning_sp.step.non_finite import explain_non_finite
 from lightning_sp.step.results.predictions import unshard_tokens
 from lightning_sp.trainer.logged_numbers.row_metrics import make_whole
@@ -227,15 +226,14 @@ class StepRunner:
         """Run an evaluation step; its loss is a mean over this sample's ranks, for other groups may have no batch left.
 
         Args:
-            batch: what was sharded; of fillers nothing stays.
+            batch: what was sharded.
             run: the user's step on this rank's part.
         """
         step = self._begin(batch, self.context.mesh.sequence_group)
         try:
-            apart = leaving_nothing(self.module, self.device) if batch.is_filler else nullcontext()
             if batch.uneven_entries:
                 self._gather_optional()
-            with apart, self._counted(step):
+            with self._counted(step):
                 output = self._run(run)
                 self._root_unit.keep_written()
         finally:

@@ -42,7 +42,8 @@ def can_replace_sampler(loader: Any) -> bool:
         return not sampler.replacement and sampler.num_samples == num_samples
     # One of `range(100)` reads the first hundred.
     source = getattr(sampler, "data_source" if type(sampler) is SequentialSampler else "dataset", None)
-    return type(sampler) in (SequentialSampler, DistributedSampler) and len(source or ()) == num_samples
+    known = type(sampler) in (SequentialSampler, DistributedSampler) and source is not None
+    return known and len(source) == num_samples  # type: ignore[arg-type]
 
 
 def replace_sampler(

@@ -16,7 +16,7 @@ from tests.text.test_windows import corpus_of
 
 def test_a_filler_has_the_sample_without_its_targets():
     batches = Batches(Windows(corpus_of([9, 9]), 4))
-    real, filler = batches[[3, 0]], batches[[~3, ~0]]
+    real, filler = batches[[3, 0]], batches[[FillerIndex(~3), FillerIndex(~0)]]
     assert torch.equal(real["input_ids"], filler["input_ids"])
     assert torch.equal(real["position_ids"], filler["position_ids"])
     assert (filler["shift_labels"] == IGNORE_INDEX).all()

@@ -179,8 +179,8 @@ DATA = (
     fault(
         "all samples in the place of those that a user's sampler reads",
         "data/loaders/replace_sampler.py",
-        "(SequentialSampler, DistributedSampler) and len(source or ()) == num_samples",
-        "(SequentialSampler, DistributedSampler)",
+        "known and len(source) == num_samples",
+        "known",
         "tests/trainer/batches/test_groups.py::test_evaluation_batches_of_any_order_count_once",
     ),
     fault(
@@ -264,8 +264,8 @@ DATA = (
     fault(
         "a training step on fillers counted in metrics of rows",
         "step/fillers.py",
-        "        if not counting.isdisjoint(map(id, parts_of(metric))):\n",
-        "        if not parts_of(metric):\n",
+        " or not counting.isdisjoint(map(id, parts_of(metric))):\n",
+        ":\n",
         "tests/trainer/logged_numbers/test_fillers.py::test_what_is_logged_beside_fillers_is_one_devices[2-strategy0-7-others0]",
     ),
     fault(
@@ -276,11 +276,39 @@ DATA = (
         "tests/trainer/logged_numbers/test_fillers.py::test_what_is_logged_beside_fillers_is_one_devices[2-strategy0-7-others0]",
     ),
     fault(
-        "users' hooks around a filler of an evaluation, kept",
-        "step/batch_starts.py",
-        "            self._of_fillers.follow(trainer)\n",
-        "",
+        "users' hooks around a filler of an evaluation, and its step, kept",
+        "step/fillers.py",
+        "if info is not None and info.is_filler and not self._is_apart:",
+        "if False:",
         "tests/trainer/logged_numbers/test_fillers.py::test_what_is_logged_beside_fillers_is_one_devices[2-strategy0-7-others0]",
+    ),
+    fault(
+        "a hook behind a filler's step that finds nothing of it",
+        "step/fillers.py",
+        "            if ends:\n                self.end()\n",
+        "            self.end()\n",
+        "tests/trainer/hooks/test_fillers_in_hooks.py::test_a_validation_whose_last_batch_is_a_filler_of_one_group[3]",
+    ),
+    fault(
+        "targets that a step makes of a filler, trained on",
+        "loss/interception.py",
+        "    if step is not None and step.batch.is_filler and step.loss_group is None:\n        return",
+        "    if False:\n        return",
+        "tests/trainer/hooks/test_fillers_in_hooks.py::test_a_fit_whose_last_batch_is_a_filler_of_one_group[own targets]",
+    ),
+    fault(
+        "a metric that a filler's step has reset, with what it held",
+        "step/fillers.py",
+        "            metric.reset()\n",
+        "            pass\n",
+        "tests/trainer/hooks/test_fillers_in_hooks.py::test_a_fit_whose_last_batch_is_a_filler_of_one_group[resets]",
+    ),
+    fault(
+        "a filler of a class of the user's own, taken for samples",
+        "step/batch_starts.py",
+        "        self._was_filler = isinstance(batch, FillerBatch)",
+        "        self._was_filler = False",
+        "tests/trainer/hooks/test_fillers_in_hooks.py::test_a_fit_whose_last_batch_is_a_filler_of_one_group[own tuple]",
     ),
     fault(
         "eval_loss with samples that fill the last batches",

@@ -70,7 +70,7 @@ class AtOnce(TokenDataset):
         return torch.utils.data.default_collate([self[i] for i in indices])
 
 
-class OwnLoader(DataLoader):
+class LoaderOfUser(DataLoader):
     """Whose arguments nobody knows."""
 
 
@@ -93,7 +93,7 @@ def loader(kind: str) -> DataLoader[Any]:
         case "order":
             return DataLoader(data, sampler=[3, 1, 2])
         case "own":
-            return OwnLoader(data, batch_size=2)
+            return LoaderOfUser(data, batch_size=2)
         case "at once":
             return DataLoader(AtOnce(5), batch_size=2, collate_fn=_as_it_is)
         case _:  # one batch: a group has none

@@ -306,8 +306,8 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         super().on_predict_end()
         share_predictions(self._module.trainer.predict_loop, self.sequence_mesh, self._groups.world)
 
+    @override
     def _follow_metrics(self) -> None:
-        """Add up metrics over the ranks that have other rows or tokens in the step that begins."""
         mesh, holders = self.sequence_mesh, [self._module, *of_user(self._module.trainer)]
         alike = self._info.is_whole or self.sees_whole_sequences
         self._row_metrics.follow(holders, mesh.data_group if alike else mesh.token_group)

@@ -49,7 +49,7 @@ class BatchStarts(CurrentSequence, ABC):
         self._was_filler = False
         self._batch_starts = WholeBatchStarts(self._at_batch_start, self._before_transfer)
         self._batch_ends = WholeBatchEnds(self._whole_batch_end)
-        self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device)
+        self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device, self._follow_metrics)
         self._filler_logs = FillerLogs(lambda: self._batch)
 
     def _follow_hooks(self, trainer: Any) -> None:
@@ -65,6 +65,10 @@ class BatchStarts(CurrentSequence, ABC):
         self._of_fillers.release()
         self._batch_starts.release()
         self._batch_ends.release()
+
+    @abstractmethod
+    def _follow_metrics(self) -> None:
+        """Add up metrics over the ranks that have other rows or tokens in the batch in progress."""
 
     @abstractmethod
     def _options(self, batch: Any = None) -> ShardOptions:

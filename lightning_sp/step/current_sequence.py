@@ -192,7 +192,9 @@ class CurrentSequence:
         """Let a number by which callbacks decide be that of all groups' samples, as on one device, though it is logged without sync_dist."""
         trainer, log = self._module.trainer, self._module.log
         several = step == "validation_step" and self.zigzag_mesh.data_parallel_size > 1
-        names = monitored_names(trainer) if several and not self._steps.context.is_tried else []
+        monitored = monitored_names(trainer) if several and not self._steps.context.is_tried else []
+        # Under several loaders, and of a step and an epoch, a number has longer names than in `self.log`.
+        names = {name.partition("/dataloader_idx_")[0].removesuffix("_epoch") for name in monitored} | {*monitored}
         if not names:
             yield
             return

@@ -39,10 +39,16 @@ class FillerHooks:
     Args:
         batch: gives the batch in progress.
         device: of the run.
+        behind: is called when all was put back.
     """
 
-    def __init__(self, batch: Callable[[], SequenceInfo | None], device: Callable[[], torch.device]) -> None:
-        self._batch, self._device = batch, device
+    def __init__(
+        self,
+        batch: Callable[[], SequenceInfo | None],
+        device: Callable[[], torch.device],
+        behind: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._batch, self._device, self._behind = batch, device, behind
         self._replaced = ReplacedHooks()
         self._apart = ExitStack()
         self._is_apart = False
@@ -60,7 +66,8 @@ class FillerHooks:
 
     def release(self) -> None:
         """Give every owner its own hook back."""
-        self.end()
+        self._is_apart = False
+        self._apart.close()
         self._replaced.release()
 
     def begin(self, module: Any) -> None:
@@ -72,8 +79,10 @@ class FillerHooks:
 
     def end(self) -> None:
         """Put back what was done to a batch of fillers."""
-        self._is_apart = False
+        was_apart, self._is_apart = self._is_apart, False
         self._apart.close()
+        if was_apart:
+            self._behind()
 
     def _run(self, own: Callable[..., Any], module: Any, *, ends: bool) -> Callable[..., Any]:
         @wraps(own)

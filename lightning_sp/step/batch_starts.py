@@ -23,7 +23,6 @@ from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharded_batch import FillerBatch
 from lightning_sp.data.batch.sharding import shard_batch
-from lightning_sp.data.loaders.fillers import still_ignored
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.fillers import FillerHooks
@@ -82,13 +81,13 @@ class BatchStarts(CurrentSequence, ABC):
 
     def _before_transfer(self, own: Callable[[Any], Any], batch: Any, hook: str, number: int) -> Any:
         """Run a hook on the batch of a loader, before it is split. Every rank must call it."""
-        self._was_filler = isinstance(batch, FillerBatch)  # the hook may make one of another class
+        self._was_filler = isinstance(batch, FillerBatch)  # the hook may make another one, without the mark
         if self.sequence_parallel_size == 1 or not self.config.shard_batch:
-            return still_ignored(batch, own(batch))
+            return own(batch)
         trainer = self._module.trainer
         seed = self._run.streams.alike(f"{hook} {number} {trainer.state.stage}", trainer.global_step, self.zigzag_mesh)
         with streams_from(seed, self.root_device):
-            return still_ignored(batch, own(batch))
+            return own(batch)
 
     def _at_batch_start(self, own: Callable[[Any], Any], handed: Any, hook: str, number: int) -> Any:
         """Run a hook that reads the batch of the step that comes on all of it, and split what it changes. Every rank must call it."""

@@ -150,13 +150,3 @@ def ignore_targets(batch: Any) -> Any:
     for name in known:
         filler[name] = torch.full_like(batch[name], IGNORE_INDEX if name in TARGETS else 0)
     return filler
-
-
-def still_ignored(before: Any, batch: Any) -> Any:
-    """Return a batch as a user's hook has left it; one of fillers is still one: the hook may have made another dict, and its targets."""
-    if not isinstance(before, FillerBatch):
-        return batch
-    try:
-        return ignore_targets(batch)
-    except SequenceParallelError:  # of classes and names that are not known: the hook has read targets that are ignored
-        return batch

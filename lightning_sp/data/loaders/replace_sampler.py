@@ -92,7 +92,8 @@ def replace_sampler(
     for name, value in {"batch_size": batches.batch_size, "drop_last": batches.drop_last}.items():
         object.__setattr__(found, name, value)
     for name in vars(loader).keys() - vars(found).keys():
-        setattr(found, name, vars(loader)[name])
+        if not name.startswith("_"):  # Lightning's own
+            setattr(found, name, vars(loader)[name])
     return found
 
 

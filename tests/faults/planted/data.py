@@ -207,8 +207,8 @@ DATA = (
     fault(
         "a loader whose attributes are not the user's",
         "data/loaders/replace_sampler.py",
-        "        setattr(found, name, vars(loader)[name])\n",
-        "        pass\n",
+        "            setattr(found, name, vars(loader)[name])\n",
+        "            pass\n",
         "tests/trainer/batches/test_groups.py::test_what_a_step_reads_of_its_loader_is_the_users[strategy0]",
     ),
     fault(
@@ -323,13 +323,6 @@ DATA = (
         "is_filler = is_filler or isinstance(batch, FillerBatch)",
         "is_filler = False",
         EVALUATED,
-    ),
-    fault(
-        "a filler whose targets a user's hook has made anew",
-        "data/loaders/fillers.py",
-        "        return ignore_targets(batch)\n    except",
-        "        return batch\n    except",
-        "tests/trainer/logged_numbers/test_fillers.py::test_what_is_logged_beside_fillers_is_one_devices[2-strategy0-7-others0]",
     ),
     fault(
         "an integer mean rounded down by sync_dist",

@@ -2,9 +2,11 @@
 
     python -m benchmarks.memory.linear_loss_step --ranks 2 --tokens 2048 [--global-view]
     python -m benchmarks.memory.linear_loss_step --ranks 2 --layers 8 --tokens 4096 --rounds 15 --ways logits chunks selective
+    python -m benchmarks.memory.linear_loss_step --ranks 2 --layers 8 --tokens 4096 --rounds 15 --ways auto every_2 selective --budget-gib 2
 
 A Llama of `--layers` blocks, dim 512, hidden 1408, vocabulary 32000, float32. Each round runs all ways, three steps each, two short ones and one
 that counts; the median over rounds. Ways: "chunks", the default loss; "logits", without it; and checkpoint policies, with the default loss.
+Of "auto" it says what it took for the step that counts.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from tqdm import tqdm
 from benchmarks.instruments.resident import peak_growth
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import LlamaConfig
+from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.testing import RankPool
 
 VOCABULARY, STEPS = 32000, 3
@@ -75,21 +78,24 @@ class User(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def step(way: str, ranks: int, tokens: int, layers: int, global_view: bool) -> tuple[float, float, float]:
-    """Return the CPU-seconds of a rank's last step, its wall seconds, and its peak in MiB."""
+def step(
+    way: str, ranks: int, tokens: int, layers: int, global_view: bool, budget_gib: float
+) -> tuple[float, float, float, str]:
+    """Return the CPU-seconds of a rank's last step, its wall seconds, its peak in MiB, and the policy that was taken."""
     torch.manual_seed(0)
     user = User(layers)
     chunk: Any = None if way == "logits" else "auto"
     policy = "none" if way in ("logits", "chunks") else way
+    budget: Any = budget_gib if way == "auto" else "auto"
     strategy = SequenceParallelStrategy(
-        preflight=False, loss_chunk_tokens=chunk, global_view=global_view, activation_checkpointing=policy
-    )
+        preflight=False, loss_chunk_tokens=chunk, global_view=global_view, activation_checkpointing=policy, memory_budget_gib=budget
+    )  # fmt: skip
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         max_epochs=1, strategy=strategy,
     )  # fmt: skip
     trainer.fit(user, DataLoader(Tokens(tokens * ranks), batch_size=1))
-    return user.seconds, user.wall_s, user.peak_bytes / 2**20
+    return user.seconds, user.wall_s, user.peak_bytes / 2**20, block_checkpoints(user).policy
 
 
 def main() -> None:
@@ -97,20 +103,26 @@ def main() -> None:
     for name, default in (("ranks", 1), ("tokens", 2048), ("layers", 2), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ways", nargs="+", default=["logits", "chunks"], metavar="WAY", help="held against the first")
+    parser.add_argument("--budget-gib", type=float, default=2.0, help="of a rank, for auto")
     parser.add_argument("--global-view", action="store_true")
     given = parser.parse_args()
     spent: dict[str, list[tuple[float, float, float]]] = {way: [] for way in given.ways}
+    taken: dict[str, set[str]] = {way: set() for way in given.ways}
     with RankPool(given.ranks, timeout_s=1800.0) as pool:
         for _ in tqdm(range(given.rounds), desc="rounds"):
             for way in given.ways:
-                answers = pool.run(step, way, given.ranks, given.tokens, given.layers, given.global_view)
-                cpu, wall, peak = zip(*answers, strict=True)
+                answers = pool.run(
+                    step, way, given.ranks, given.tokens, given.layers, given.global_view, given.budget_gib
+                )
+                cpu, wall, peak, policies = zip(*answers, strict=True)
+                taken[way].update(policies)
                 spent[way].append((sum(cpu), max(wall), max(peak)))
     tokens, first = given.tokens * given.ranks, spent[given.ways[0]]
     for way, values in spent.items():
         seconds, wall, mib = (statistics.median(each) for each in zip(*values, strict=True))
         most = f"peak of a rank {mib:.0f} MiB above its begin"
-        print(f"{way}: {tokens / wall:.0f} tokens/s, {seconds:.2f} CPU-s of all ranks, {most}{over(values, first)}")
+        name = f"auto, which took {', '.join(sorted(taken[way]))}" if way == "auto" else way
+        print(f"{name}: {tokens / wall:.0f} tokens/s, {seconds:.2f} CPU-s of all ranks, {most}{over(values, first)}")
 
 
 def over(values: list[tuple[float, float, float]], first: list[tuple[float, float, float]]) -> str:

@@ -8,8 +8,9 @@
 
 The model is an unmodified Hugging Face Llama (8 layers, dim 512, float32) with AdamW. What a rank needs is what stays (parameters, optimizer)
 and what a step adds at its peak, above the process with its libraries; both by the kernel's count of resident pages. It is measured at three
-lengths, each beginning where the one before fits well within the budget, and a line through them gives the longest sequence. Processes are new
-for each contestant. One with a Trainer counts, beyond the others, what Lightning loads.
+lengths, each beginning where the one before fits well within the budget, and a line through them gives the longest sequence. The defaults, whose
+policies follow the budget, say themselves how long a sequence it holds, by what they predict. Processes are new for each contestant. One with a
+Trainer counts, beyond the others, what Lightning loads.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Contestant:
         packages: of its environment, each a pip command's arguments; empty for this one.
         environ: of its processes.
         environment: the folder of its environment.
+        budgeted: it is given the budget, and says itself how long a sequence that holds: no line is drawn.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Contestant:
     packages: tuple[tuple[str, ...], ...] = ()
     environ: tuple[tuple[str, str], ...] = ()
     environment: str = ""
+    budgeted: bool = False
 
 
 def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: Any) -> Contestant:
@@ -73,6 +76,7 @@ CONTESTANTS = (
         "ringmaster, checkpointing", "ringmaster_ulysses", "", (2048, 4096, 8192),
         ((TORCH, "numpy", "transformers==5.24.0"), ("--no-deps", "axolotl-ringmaster==0.2.7")), (), "ringmaster_attention",
     ),
+    replace(ours("the defaults, given the budget"), budgeted=True),
     ours("nothing recomputed, logits", SHORT, activation_checkpointing="none", loss_chunk_tokens=None),
     ours("nothing recomputed", activation_checkpointing="none"),
     ours("selective", activation_checkpointing="selective"),
@@ -90,8 +94,17 @@ CONTESTANTS = (
 )  # fmt: skip
 
 
-def measure(contestant: Contestant, world: int, vocabulary: int, lengths: tuple[int, ...]) -> list[dict[str, float]]:
+def measure(
+    contestant: Contestant, world: int, vocabulary: int, lengths: tuple[int, ...], budget: float
+) -> list[dict[str, float]]:
     """Return what the largest rank needs at each length: stays and step in bytes, the loss, seconds.
+
+    Args:
+        contestant: who trains.
+        world: ranks.
+        vocabulary: of the model.
+        lengths: whole sequences.
+        budget: GiB of a rank, for one that is given it.
 
     Raises:
         RuntimeError: a rank ended without an answer.
@@ -102,7 +115,8 @@ def measure(contestant: Contestant, world: int, vocabulary: int, lengths: tuple[
     }  # fmt: skip
     python = interpreter(contestant.environment, contestant.packages, dict(contestant.environ))
     problem = json.dumps({"vocab_size": vocabulary, "lengths": lengths})
-    command = [python, "-m", "benchmarks.longest.rank", contestant.module, contestant.variant, problem]
+    variant = json.dumps({"memory_budget_gib": budget}) if contestant.budgeted else contestant.variant
+    command = [python, "-m", "benchmarks.longest.rank", contestant.module, variant, problem]
     ranks = [
         subprocess.Popen(command, env={**environ, "RANK": str(r), "LOCAL_RANK": str(r)}, text=True, stdout=subprocess.PIPE, cwd=ROOT)
         for r in range(world)
@@ -135,23 +149,30 @@ def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[f
     print("| --- |" + " --- |" * (4 + len(budgets)))
     plain: list[int] = []
     for each in chosen:
+        lengths = tuple(length * world // 2 for length in each.lengths)
         try:
-            measured = measure(each, world, vocabulary, tuple(length * world // 2 for length in each.lengths))
+            of_budgets = [
+                measure(each, world, vocabulary, lengths, budget)
+                for budget in budgets[: len(budgets) if each.budgeted else 1]
+            ]
         except RuntimeError as error:
             print(f"left out: {error}", flush=True)
             continue
+        measured = of_budgets[0]
         constant, per_token = line(measured)
-        found = [longest(constant, per_token, budget * GIB) for budget in budgets]
+        if each.budgeted:
+            found = [int(of_budget[-1]["longest"]) * world for of_budget in of_budgets]
+            shown = "- | -"
+        else:
+            found = [longest(constant, per_token, budget * GIB) for budget in budgets]
+            shown = f"{constant / MIB:.0f} | {per_token / 1024:.2f}"
         plain = plain or (found if each.name == CONTESTANTS[0].name else [])
         cells = []
         for number, tokens in enumerate(found):
             over = f" ({tokens / plain[number]:.1f}x)" if plain and plain[number] >= LEAST_PLAIN else ""
             cells.append(f"{tokens:,}{over}")
         stays, loss = max(at["stays"] for at in measured), measured[0]["loss"]
-        print(
-            f"| {each.name} | {stays / MIB:.0f} | {constant / MIB:.0f} | {per_token / 1024:.2f} | {' | '.join(cells)} | {loss:.6f} |",
-            flush=True,
-        )
+        print(f"| {each.name} | {stays / MIB:.0f} | {shown} | {' | '.join(cells)} | {loss:.6f} |", flush=True)
         if each.name in confirmed:
             confirm(each, world, vocabulary, found[0], budgets[0])
 
@@ -160,7 +181,7 @@ def confirm(contestant: Contestant, world: int, vocabulary: int, tokens: int, bu
     """Print what one step at 90% of a predicted length really takes."""
     unit = 64 * world
     length = int(0.9 * tokens) // unit * unit
-    (found,) = measure(contestant, world, vocabulary, (length,))
+    (found,) = measure(contestant, world, vocabulary, (length,), budget)
     needed = (found["stays"] + found["step"]) / GIB
     print(
         f"confirmed: {contestant.name} trained {length:,} tokens, 90% of {tokens:,}, in {needed:.2f} of {budget:g} GiB, {found['seconds']:.0f} s"

@@ -76,6 +76,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         cpu_offload: bool = False,
         gather_dtype: str = "float32",
         gradient_dtype: str = "auto",
+        sync_each_batch: bool | Literal["auto"] = "auto",
         fp8: bool | Literal["emulated"] = False,
         optimizer_in_backward: bool = False,
         kernel: str = "auto",
@@ -115,8 +116,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         config = StrategyConfig.from_signature(locals(), unknown)
         super().__init__(process_group_backend=process_group_backend, config=config)
         self._again: Callable[[], Any] = lambda: None  # the micro-batch in progress, once more
-        self._run = RunState()
-        self._row_metrics, self._sums = RowMetrics(), LoggedSums()
+        self._run, self._row_metrics, self._sums = RunState(), RowMetrics(), LoggedSums()
         self._checkpointing = AutoCheckpointing(self.config)
 
     # ---- mesh
@@ -224,7 +224,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     def _sharded(self, batch: Any) -> Any:
         trainer, by_hand, told = self._module.trainer, not self.config.shard_batch, self._sigterm.is_told
         most, new = self._checkpointing.most_tokens, self._to_try.is_new
-        loop, written = loops.decided_by(trainer), self._run.written
+        loop, written = {"what comes next": "a batch", **loops.decided_by(trainer)}, self._run.written
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, is_new=new)
         mesh, options, changed = self.zigzag_mesh, self._options(batch), self._run.have_changed(trainer, batch)
         shard = partial(shard, is_changed=changed, is_filler=self._evaluated.is_filler(trainer) or self._was_filler)
@@ -394,7 +394,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._release_hooks()
         if self._runner is not None:  # else the module may have no Trainer yet
             self._runner.close()
-            self._row_metrics.follow([self._module, *of_user(self._module.trainer)], None)
+            self._row_metrics.release([self._module, *of_user(self._module.trainer)])
         self._run.end()
         self._averages.release()
         super().teardown()

@@ -41,12 +41,19 @@ class Meter:
         self._stays, self._began_s = resident_bytes() - self.before, time.perf_counter()
         self._growth = self._step.enter_context(peak_growth())
 
-    def end(self, length: int, loss: float) -> None:
+    def end(self, length: int, loss: float, **more: float) -> None:
         """End a step on a sequence of `length` tokens."""
         self._step.close()
         seconds = time.perf_counter() - self._began_s
         self.measured.append(
-            {"length": length, "stays": self._stays, "step": self._growth.peak_bytes, "seconds": seconds, "loss": loss}
+            {
+                "length": length,
+                "stays": self._stays,
+                "step": self._growth.peak_bytes,
+                "seconds": seconds,
+                "loss": loss,
+                **more,
+            }
         )
 
 

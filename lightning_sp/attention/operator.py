@@ -25,11 +25,11 @@ from lightning_sp.attention.kernels.select import select_kernel
 from lightning_sp.attention.plan.block_sparsity import empty_map, of_map, search
 from lightning_sp.attention.plan.blocks import Plan, plan_of, tile_on
 from lightning_sp.attention.schemes.all_gather import all_gather_backward, all_gather_forward
-from lightning_sp.attention.schemes.cpu_cost import uses_all_gather
 from lightning_sp.attention.schemes.cross_attention import cross_counts, lay_cross_gradients, pack_cross_gradients
 from lightning_sp.attention.schemes.head_split import HeadSplit, length
 from lightning_sp.attention.schemes.query_heads import QueryHeads, SavedHeads
 from lightning_sp.attention.schemes.ring import Ring, ring_backward, ring_forward
+from lightning_sp.attention.schemes.ring_method import uses_all_gather
 from lightning_sp.attention.schemes.stages import (
     OutExchange,
     empty_exchanged,
@@ -55,6 +55,7 @@ from lightning_sp.attention.spec.codec import (
     living_functions,
     static_part,
 )
+from lightning_sp.attention.spec.score_mod import check_unchanged, told_by
 from lightning_sp.attention.spec.scores import ScoreGradients
 from lightning_sp.attention.spec.sinks import sink_gradient
 from lightning_sp.layout import SequenceLayout
@@ -221,6 +222,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.num_heads, ctx.num_kv_heads = q.shape[1], k.shape[1]
     # The backward looks functions up by their numbers: they live as long as it may run.
     ctx.functions = living_functions(code)
+    ctx.told = [*map(told_by, ctx.functions)]
     ctx.num_tensors, ctx.code = len(code.tensors), code._replace(tensors=[])
     exchanged = (made.exchanged, made.exchanged_kv) if k.shape[2] != q.shape[2] else (made.exchanged,)
     has_ulysses = bool(static_part(code.options).ulysses_group)
@@ -231,6 +233,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
         return _in_order(tensors=[None] * ctx.num_tensors)
+    check_unchanged(ctx.functions, ctx.told)
     lse, saved_kv, visible, out, *rest = ctx.saved_tensors
     code = ctx.code._replace(tensors=rest[: ctx.num_tensors])
     wanted = _by_name(ctx.needs_input_grad)["tensors"]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -32,6 +33,7 @@ class _Pending:
     def __init__(self, folder: StagedFolder, before: _Pending | None) -> None:
         self.folder, self._before = folder, before
         self.words: str | None = None
+        self.not_done: list[str] = []  # behind it: errors of what was to be done
         self.path = folder.path
         self._gather, self._lock, self.has_written = comm.SideGather(), threading.Lock(), threading.Event()
         self._after: list[Callable[[], None]] = []
@@ -66,7 +68,10 @@ class _Pending:
             self.words, after = words, self._after
         if not words:
             for act in after:
-                act()
+                try:
+                    act()
+                except Exception as error:
+                    self.not_done.append(told_error(error))
 
     def _written(self) -> WrittenPart | str:
         try:
@@ -120,6 +125,8 @@ class BackgroundSaves:
         pending, self._pending = self._pending, []
         for each in pending:
             each.thread.join()
+        if words := _not_done(pending):
+            rank_zero_warn(words)
         if pending:
             comm.agree(_failures(pending), group)
 
@@ -134,9 +141,19 @@ class BackgroundSaves:
         for each in pending:
             each.has_written.wait(writes_s)
             each.thread.join(others_s)
-        if words := _failures(pending):
-            sys.stderr.write(f"sequence_parallel: {words}\n")
-            sys.stderr.flush()
+        for words in (_not_done(pending), _failures(pending)):
+            if words:
+                sys.stderr.write(f"sequence_parallel: {words}\n")
+                sys.stderr.flush()
+
+
+def _not_done(pending: Sequence[_Pending]) -> str | None:
+    found = [
+        f"behind checkpoint {each.path}, which is complete, an older one was not removed, or another thing not done: {error}"
+        for each in pending
+        for error in each.not_done
+    ]
+    return "; ".join(found) or None
 
 
 def _failures(pending: Sequence[_Pending]) -> str | None:

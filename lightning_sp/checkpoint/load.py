@@ -93,7 +93,7 @@ def load_checkpoint(
             check_optimizers(path, checkpoint, len(optimizers))
     except SequenceParallelError as refusal:
         error = str(refusal)
-    except OSError as failure:  # of a store, on this rank alone
+    except Exception as failure:  # of a store any, on this rank alone
         error = f"checkpoint {path} cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(error, group)
     if metadata is not None and contents is not None:

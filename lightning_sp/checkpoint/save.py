@@ -200,7 +200,7 @@ def _written_files(
         written = {file.name: checksum(file) for file in staging.iterdir() if file.name.startswith(prefix)}
         if is_writer:
             written[".metadata"] = checksum(staging / ".metadata")
-    except OSError as failure:
+    except Exception as failure:  # of a store any; the others would wait
         unreadable = f"checkpoint {path}: what was written cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(unreadable, group)
     return {name: of for each in comm.gather_objects(written, group) for name, of in each.items()}

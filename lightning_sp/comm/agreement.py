@@ -125,7 +125,7 @@ class Spread:
         if makes_host_wait(values):
             work.wait()  # the stream waits, not the host
             self._both = self._both.to("cpu", non_blocking=True)
-            self._copied = runtime(values.device).Event()
+            self._copied = runtime(values.device).Event(blocking=True)  # else the host spins
             self._copied.record()
 
     def are_too_wide(self) -> list[bool]:
@@ -338,7 +338,8 @@ def _check_loops(reports: list[_RankReport], own: Mapping[str, Any], group: Proc
     if len({report.loop for report in reports}) > 1:
         raise SequenceParallelError(
             f"ranks would go on in other ways: {told_differences(gather_objects(dict(own), group))}: must be the same on all, for each would "
-            "wait for what the others leave out; change it on all ranks, or on none"
+            "wait for what the others leave out; change it on all ranks, or on none: by what all know, or as "
+            "self.trainer.strategy.reduce_boolean_decision(mine, all=False) answers all of them"
         )
 
 

@@ -108,7 +108,10 @@ def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) ->
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None, source: int = 0) -> Tensor:
     """Overwrite `tensor` with that of rank `source` within the group and return it."""
     check_peers(group, "a broadcast", tensor)
-    dist.broadcast(tensor, group=group, group_src=source)
+    sent = tensor.detach().contiguous()
+    dist.broadcast(sent, group=group, group_src=source)
+    if sent.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(sent)
     return tensor
 
 
@@ -119,7 +122,9 @@ def reduce_sum(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if is_traced(tensor):
         return _all_reduced(tensor, "sum", group)
     check_peers(group, "an all-reduce", tensor)
-    total = tensor.detach().clone()
+    total = tensor.detach().clone(
+        memory_format=torch.contiguous_format
+    )  # ranks add up memory, of strides that may differ
     dist.all_reduce(total, group=group)
     return total
 
@@ -141,7 +146,7 @@ def largest(tensor: Tensor, group: ProcessGroup | None = None) -> Tensor:
     if is_traced(tensor):
         return _all_reduced(tensor, "max", group)
     check_peers(group, "an all-reduce for the largest", tensor)
-    result = tensor.detach().clone()
+    result = tensor.detach().clone(memory_format=torch.contiguous_format)
     dist.all_reduce(result, op=dist.ReduceOp.MAX, group=group)
     return result
 

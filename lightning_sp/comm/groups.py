@@ -36,11 +36,12 @@ def group_name(group: ProcessGroup | None) -> str:
 def group_of(blocks: tuple[tuple[int, ...], ...]) -> ProcessGroup | None:
     """Return this rank's group of a partition of the world into blocks of ranks; None for blocks of one rank.
 
-    Every rank must call it with the same blocks. Equal partitions share their groups.
+    Every rank must call it with the same blocks. Equal partitions share their groups. One block of all ranks is the world with gloo alone; on
+    a device it is a group of its own, whose messages queue with no other ones.
     """
     if len(blocks[0]) == 1:
         return None
-    if len(blocks) == 1 and len(blocks[0]) == dist.get_world_size():
+    if len(blocks) == 1 and len(blocks[0]) == dist.get_world_size() and dist.get_backend() == "gloo":
         return dist.group.WORLD
     return _new_groups(blocks)
 

@@ -20,6 +20,7 @@ from lightning_sp.config.degrees import (
     resolve_degrees,
     resolve_shard_size,
     resolve_split,
+    without_effect,
 )
 from lightning_sp.config.memory import (
     CHECKPOINT_POLICIES,
@@ -62,4 +63,5 @@ __all__ = [
     "resolve_degrees",
     "resolve_shard_size",
     "resolve_split",
+    "without_effect",
 ]

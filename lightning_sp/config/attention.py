@@ -25,7 +25,7 @@ class AttentionOptions:
             ring_size - 1 times the local keys and values of each layer. With ring_transport="auto" the network is taken.
         ring_method: When the keys and values of other ranks arrive. "hops": rank by rank, each while the one before is computed; "all_gather":
             all that are needed first, then computed at once, which takes up to ring_size - 1 times the local keys and values of a layer more;
-            "auto": that for sequences so short that a hop does not pay.
+            "auto": that on CPU ranks for sequences so short that a hop does not pay, else hops; a GPU was not measured.
         ulysses_stages: Stages of heads in which Ulysses exchanges and attends, the next stage's exchange behind this one's kernel. What is sent
             and received at a time shrinks by as much; the bytes in all and what is saved for the backward do not. They divide the query heads
             of a rank. Without Ulysses there is nothing to exchange.

@@ -134,6 +134,21 @@ def needless_exchange(config: StrategyConfig, ulysses: int, placement: Placement
     )
 
 
+def without_effect(config: StrategyConfig, ulysses: int, ring: int) -> str | None:
+    """Return one line on options of the attention that these degrees have no use for; None where there are none."""
+    of_ring = {"ring_saves_kv": config.ring_saves_kv, "ring_method": config.ring_method == "all_gather"}
+    of_ulysses = {"ulysses_stages": config.ulysses_stages > 1 and config.stage_inputs == "saved"}
+    idle = [
+        name
+        for name, given in {**(of_ring if ring == 1 else {}), **(of_ulysses if ulysses == 1 else {})}.items()
+        if given
+    ]
+    if not idle:
+        return None
+    options = ", ".join(f"{name}={getattr(config, name)!r}" for name in idle)
+    return f"{options} without effect: at ulysses {ulysses} x ring {ring} nothing is sent that way"
+
+
 def resolve_shard_size(config: StrategyConfig, world_size: int) -> int:
     """Return over how many ranks FSDP2 splits the parameters, or this rank's part of them."""
     world_size, tensor = _without_tensor_parallel(config, world_size), config.tensor_parallel_size

@@ -11,6 +11,7 @@ from lightning_sp.config.checks import Size, check_name, check_size
 from lightning_sp.errors import SequenceParallelError, closest
 
 GATHER_DTYPES = ("auto", "float32")
+_HORIZON = 4
 GRADIENT_DTYPES = ("auto", "float32", "bfloat16")
 OFFLOAD_TIERS = ("auto", "none", "host", "disk")
 STAGE_INPUTS = ("saved", "recomputed")
@@ -47,6 +48,9 @@ class MemoryOptions:
             to it and that nothing else reads them; the results are the same to the bit. Where anything is compiled: as "float32".
         gradient_dtype: Dtype in which gradients are summed over micro-batches and ranks; the optimizer sees them in their parameter's. "auto":
             their own.
+        sync_each_batch: Reduce the gradients of each micro-batch over the ranks, whose shards add up over an optimizer step
+            (accumulate_grad_batches). False: keep those of whole weights on each rank, and reduce them once. "auto": each, but for a
+            `gradient_dtype` that you give, in which the sum is then kept.
         fp8: Multiply in the linear layers of transformer blocks with float8 numbers, by torchao (H100 and later). Forward and the gradient of
             the input, with a scale for each token, so that a part of a sequence is rounded as it is in the whole; the gradient of a weight in
             the layer's own dtype. "emulated" rounds alike on any device, slower than without. False: no layer but those that the model has
@@ -93,6 +97,7 @@ class MemoryOptions:
     cpu_offload: bool = False
     gather_dtype: str = "float32"
     gradient_dtype: str = "auto"
+    sync_each_batch: bool | Literal["auto"] = "auto"
     fp8: bool | Literal["emulated"] = False
     optimizer_in_backward: bool = False
     loss_chunk_tokens: Size | None = "auto"
@@ -101,7 +106,7 @@ class MemoryOptions:
     mlp_tile_tokens: int | Literal["auto", "as_needed"] | None = "as_needed"
     stage_inputs: str = "saved"
     activation_offload: str = "auto"
-    activation_loading_horizon: int = 4
+    activation_loading_horizon: int = _HORIZON
     offload_folder: str | None = None
     delayed_init: bool = True
 
@@ -119,6 +124,8 @@ class MemoryOptions:
             raise SequenceParallelError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: must be True, False or 'auto'"
             )
+        if self.sync_each_batch != "auto" and not isinstance(self.sync_each_batch, bool):
+            raise SequenceParallelError(f"sync_each_batch={self.sync_each_batch!r}: must be True, False or 'auto'")
         if self.fp8 != "emulated" and not isinstance(self.fp8, bool):
             raise SequenceParallelError(
                 f"fp8={self.fp8!r}: must be True, False or 'emulated'; the recipe is torchao's rowwise_with_gw_hp, the one whose scales do "
@@ -142,6 +149,11 @@ class MemoryOptions:
                 "optimizer_in_backward=True with cpu_offload=True: gradients leave the device as they come, and the host that steps them would "
                 "hold up the backward; use one of the two"
             )
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether micro-batches before an optimizer step's last leave the gradients of whole weights on each rank."""
+        return self.gradient_dtype != "auto" if self.sync_each_batch == "auto" else not self.sync_each_batch
 
     @property
     def checkpoint_policy(self) -> str:
@@ -171,6 +183,12 @@ class MemoryOptions:
                 "that are recomputed are offloaded; set activation_checkpointing='selective'"
             )
         waits = self.activation_offload == self.activation_checkpointing == "auto"
+        if horizon != _HORIZON and tier == "none" and not waits:
+            raise SequenceParallelError(
+                f"activation_loading_horizon={horizon} with activation_offload={self.activation_offload!r} and activation_checkpointing="
+                f"{self.activation_checkpointing!r}: no input of a block leaves; set activation_offload='host' (GPUs) or 'disk' (CPUs), or "
+                "leave it out"
+            )
         if self.offload_folder is not None and tier != "disk" and not waits:
             raise SequenceParallelError(
                 f"offload_folder={self.offload_folder!r} with activation_offload={self.activation_offload!r} and "

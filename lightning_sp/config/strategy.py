@@ -121,6 +121,10 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
                 f"activation_checkpointing={self.activation_checkpointing!r} without compile=True: what is within such a budget is decided in a "
                 "block's graph, which only a compiled block has; set compile=True, or use 'every_2' or 'selective'"
             )
+        if self.preflight_tokens != "auto" and not self.preflight:
+            raise SequenceParallelError(
+                f"preflight_tokens={self.preflight_tokens} with preflight=False: nothing is tried on a crop; leave one of the two out"
+            )
         self._check_stage_inputs()
         self._check_global_view()
         check_tensor_parallel(self.tensor_parallel_size, self.tensor_parallel_plan, self._against_tensor_parallel())

@@ -1,7 +1,7 @@
 """Refusing a training loss that ranks of one sequence compute otherwise: a part of it came from a shard alone.
 
-The first loss is checked before its backward, to the bit. Every later one is compared while training goes on, and the answer is read when the
-next step begins, so that no step waits for the host. A term that joins the loss later is therefore found one step after its first use.
+The first loss is checked before its backward, to the bit. Every later one is compared while its backward runs: whether it is finite is read
+behind that, whether ranks differ when the next step begins. A term that joins the loss later is therefore found one step after its first use.
 
 Ranks of other data-parallel groups may have other losses: FSDP averages their gradients, as DDP does.
 """

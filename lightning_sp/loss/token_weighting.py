@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -88,10 +89,10 @@ def counts_in(loss: Tensor, step: Step) -> list[Tensor]:
     if not step.means:
         return step.token_counts
     wanted = {node for node in step.means if node is not None}
-    visited, left = {loss.grad_fn}, [loss.grad_fn]
+    visited, left = {loss.grad_fn}, deque([loss.grad_fn])
     found: set[Any] = set()
     while left and found != wanted:
-        node = left.pop(0)
+        node = left.popleft()
         if node is None:
             continue
         if node in wanted:

@@ -29,12 +29,15 @@ from lightning_sp.step.runner import StepRunner
 class AutoCheckpointing:
     """Follows the lengths of a run's batches; a class because a choice holds until a batch is longer.
 
-    `most_tokens` is of a rank, above which a batch is looked at.
+    Attributes:
+        most_tokens: of a rank, above which a batch is looked at.
+        longest: tokens of a rank that the policy which needs least holds within the budget; 0 before the first step.
     """
 
     def __init__(self, config: StrategyConfig) -> None:
         self._config, self._budget_gib, self._waits = config, config.memory_budget_gib, False
         self.most_tokens = 0 if config.checkpoint_policy == "auto" else sys.maxsize
+        self.longest = 0
 
     def before_step(
         self, runner: StepRunner, batch: SequenceInfo, optimizers: Sequence[Optimizer], ranks_on_machine: int
@@ -57,7 +60,10 @@ class AutoCheckpointing:
             self.most_tokens = sys.maxsize
             return
         in_backward = self._config.optimizer_in_backward
-        model = model_bytes(module, checkpoints.blocks, optimizers, device, steps_in_backward=in_backward)
+        whole = self._config.accumulates_whole and trainer.accumulate_grad_batches > 1
+        model = model_bytes(
+            module, checkpoints.blocks, optimizers, device, steps_in_backward=in_backward, accumulates_whole=whole
+        )
         words = vocabulary_of(module, checkpoints.blocks)
         loss = chunk_bytes(words, self._config.loss_chunk_tokens, batch.local_tokens, device)
         model = replace(model, loss=loss)
@@ -72,14 +78,14 @@ class AutoCheckpointing:
         num = len(of_all) // len(candidates)
         policies = [of_all[first : first + num] for first in range(0, len(of_all), num)]
         budget, peaks = -budget, [max(each.at(tokens) for each in policy) for policy in policies]
+        hold = [min((budget - each.fixed) // max(1, each.per_token) for each in policy) for policy in policies]
+        self.longest = max(0, *hold)
         policy = cheapest_policy(candidates, peaks, budget)
         if policy is None:
             self._nothing_fits(peaks, budget, tokens, checkpoints)
             policy = candidates[peaks.index(min(peaks))]
         chosen, before = candidates.index(policy), checkpoints.policy
-        self.most_tokens = max(
-            tokens, min((budget - each.fixed) // max(1, each.per_token) for each in policies[chosen])
-        )
+        self.most_tokens = max(tokens, hold[chosen])
         # Without a preflight this step is measured, and the next one is chosen for anew.
         self._waits = measured is None and policy == "none"
         checkpoints.use("auto" if self._waits else policy)
@@ -96,8 +102,8 @@ class AutoCheckpointing:
         message = (
             f"{tokens:,} tokens of a rank are predicted to need {least / GIB:.2f} GiB at least, with "
             f"{', '.join(f'{name}={value!r}' for name, value in options.items())}, of a budget of {budget / GIB:.2f} "
-            f"(memory_budget_gib={self._budget_gib}): split a sequence "
-            "over more ranks (sequence_parallel_size), shard parameters over more (shard_size), exchange heads in stages (ulysses_stages), or "
+            f"(memory_budget_gib={self._budget_gib}), in which {self.longest:,} fit: split a sequence over "
+            "more ranks (sequence_parallel_size), shard parameters over more (shard_size), exchange heads in stages (ulysses_stages), or "
             "take shorter sequences or fewer rows"
         )
         if self._budget_gib != "auto":

@@ -28,6 +28,7 @@ from lightning_sp.step.current_sequence import CurrentSequence
 from lightning_sp.step.fillers import FillerHooks
 from lightning_sp.step.results.batch_ends import whole_batch
 from lightning_sp.step.resume.run_state import RunState
+from lightning_sp.trainer.agreed_stop import AgreedStop
 from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.hooks.batch_hooks import HandedBatch
 from lightning_sp.trainer.hooks.batch_start_hooks import WholeBatchStarts
@@ -50,9 +51,11 @@ class BatchStarts(CurrentSequence, ABC):
         self._batch_ends = WholeBatchEnds(self._whole_batch_end)
         self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device, self._follow_metrics)
         self._filler_logs = FillerLogs(lambda: self._batch)
+        self._stops = AgreedStop()
 
     def _follow_hooks(self, trainer: Any) -> None:
-        """Run users' hooks around a batch as on one device until `_release_hooks`."""
+        """Run users' hooks around a batch as on one device, and stop with all ranks, until `_release_hooks`."""
+        self._stops.follow(trainer, self.zigzag_mesh, self._groups.world)
         self._batch_starts.follow(trainer)
         self._batch_ends.follow(trainer)
         if self.zigzag_mesh.data_parallel_size > 1:
@@ -64,6 +67,7 @@ class BatchStarts(CurrentSequence, ABC):
         self._of_fillers.release()
         self._batch_starts.release()
         self._batch_ends.release()
+        self._stops.release()
 
     @abstractmethod
     def _follow_metrics(self) -> None:

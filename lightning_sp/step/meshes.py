@@ -16,6 +16,7 @@ from lightning_sp.config import (
     resolve_degrees,
     resolve_shard_size,
     resolve_split,
+    without_effect,
 )
 from lightning_sp.mesh import SequenceMesh, build_device_mesh, check_ring_transport
 from lightning_sp.nodes import Placement, common_ranks_per_node
@@ -81,8 +82,9 @@ def attention_mesh(
     ulysses, ring = resolve_split(config, size, heads, placement)
     few = None if heads is None else ranks_without_heads(ulysses, size, heads)
     line = few or (None if placement is None else needless_exchange(config, ulysses, placement))
-    if line:
-        rank_zero_info(f"sequence_parallel: {line}")
+    for each in (line, without_effect(config, ulysses, ring)):
+        if each:
+            rank_zero_info(f"sequence_parallel: {each}")
     mesh = SequenceMesh.build(base, ring_size=ring, ulysses_size=ulysses)
     check_ring_transport(config.ring_transport, mesh)
     return mesh

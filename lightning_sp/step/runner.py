@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_sp import comm
+from lightning_sp.attention.plan.block_sparsity import search_once
 from lightning_sp.checkpoint import random_state, restore_random_state
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
@@ -309,6 +310,7 @@ class StepRunner:
     def end(self) -> None:
         """Give every intercepted function back its own behaviour."""
         self.context.end()
+        search_once(is_on=False)
         self._of_whole_rows.close()
         optional_units(self.module).release()
 
@@ -328,6 +330,7 @@ class StepRunner:
         self._root_unit = RootUnit(self.module)
         step = Step(batch=batch, loss_group=loss_group, token_group=self.context.run_mesh.token_group)
         self.context.begin(step)
+        search_once(is_on=True)
         if batch.is_whole:
             self._run_whole(batch)
         elif self.context.global_view and batch.layout.size > 1:

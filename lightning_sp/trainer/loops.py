@@ -54,6 +54,7 @@ def decided_by(trainer: Trainer) -> dict[str, Any]:
         return of_all
     loop = trainer.fit_loop
     return {
+        "trainer.should_stop": trainer.should_stop,
         **of_all,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "max_steps": loop.epoch_loop.max_steps,

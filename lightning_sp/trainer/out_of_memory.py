@@ -41,6 +41,7 @@ class Held:
         gradients: of them.
         optimizer: its state.
         gathered: parameters and gradients that FSDP has whole at a time.
+        accumulated: gradients of whole weights, between micro-batches.
         freed_in_backward: gradients of all but the largest unit of FSDP; 0 where the run needs all of them at once.
     """
 
@@ -48,6 +49,7 @@ class Held:
     gradients: int
     optimizer: int
     gathered: int
+    accumulated: int = 0
     freed_in_backward: int = 0
 
     @property
@@ -82,11 +84,14 @@ def explain_out_of_memory(
     device = next((each.device for each in module.parameters()), torch.device("cpu"))
     checkpoints = block_checkpoints(module)
     whole = model_bytes(module, checkpoints.blocks, (), device)
+    keeps = config.accumulates_whole and trainer.accumulate_grad_batches > 1
+    of_whole = model_bytes(module, checkpoints.blocks, (), device, accumulates_whole=keeps)
     held = Held(
         parameters=_bytes(module.parameters()),
         gradients=_bytes(each.grad for each in module.parameters() if each.grad is not None),
         optimizer=_bytes(_state(trainer.optimizers)),
         gathered=whole.gathered,
+        accumulated=of_whole.gradients - whole.gradients,
         freed_in_backward=0 if _needs_all_gradients(module) else max(0, whole.gradients - largest_unit_bytes(module)),
     )
     policy = checkpoints.policy if checkpoints.policy in checkpoints.candidates else "none"
@@ -105,8 +110,8 @@ def explain_out_of_memory(
     shown = [f"{what} ({_size(less)} less)" for what, less in known if less > least][:_SHOWN]
     error.args = (
         f"{error.args[0]}\nsequence_parallel: out of memory after {trainer.global_step:,} steps, at {tokens:,} tokens of this rank. Parameters "
-        f"{_size(held.parameters)}, gradients {_size(held.gradients)}, optimizer {_size(held.optimizer)}, whole at a time for FSDP up to "
-        f"{_size(held.gathered)}; activations as predicted {_size(activations)}, with {followed}. What would need "
+        f"{_size(held.parameters)}, gradients {_size(held.gradients + held.accumulated)}, optimizer {_size(held.optimizer)}, whole at a time "
+        f"for FSDP up to {_size(held.gathered)}; activations as predicted {_size(activations)}, with {followed}. What would need "
         f"less, the cheapest in time first: {'; '.join(shown)}",
     )
 
@@ -139,6 +144,8 @@ def remedies(
     whole = step_bytes(policy, step, tokens)
     if config.loss_chunk_tokens is None:
         yield "loss_chunk_tokens='auto'", step.outside / step.tokens * tokens
+    if held.accumulated:
+        yield "sync_each_batch=True", float(held.accumulated)
     if held.freed_in_backward and not config.optimizer_in_backward:
         yield "optimizer_in_backward=True", float(held.freed_in_backward)
     if shard_size < world:

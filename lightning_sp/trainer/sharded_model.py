@@ -40,12 +40,12 @@ from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.parallelize import (
     MetaDevice,
+    accumulating,
     recorded,
     reshard,
     take_over_checkpointing,
     undistributed,
     watch_behind_runs,
-    without_gradient_sync,
 )
 from lightning_sp.trainer.checkpointing.asynchronous_checkpoints import AsynchronousCheckpoints
 from lightning_sp.trainer.features import given_checkpoint_io
@@ -177,8 +177,8 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Accumulate without communication; Lightning enters this for all but a window's last micro-batch."""
-        with without_gradient_sync(self._module):
+        """Accumulate; Lightning enters this for all but a window's last micro-batch."""
+        with accumulating(self._module, whole=self.config.accumulates_whole):
             yield
 
     # ---- state
@@ -327,7 +327,8 @@ class ShardedModelStrategy(ProcessStrategy):
         """Return where all ranks read or write a checkpoint, an address as it is. Communicates: one broadcast of the path."""
         if storage_options is not None:
             raise SequenceParallelError(
-                f"storage_options={storage_options!r} are not supported: checkpoints are written to shared local paths"
+                f"storage_options={storage_options!r} are not supported: they would count for the save and not for a load; give them to fsspec, "
+                "which opens addresses (s3://...), in its configuration or environment: FSSPEC_S3_ENDPOINT_URL=... for endpoint_url"
             )
         place = located(self.broadcast(os.fspath(path)))
         return place.absolute() if isinstance(place, Path) else place

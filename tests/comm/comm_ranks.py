@@ -207,6 +207,14 @@ def late_message():
     return found
 
 
+def of_other_strides():
+    """Return the sum, the largest and the broadcast of one matrix that rank 1 has in another order of memory."""
+    places = torch.arange(6.0).view(2, 3)
+    own = places.t().contiguous().t() if dist.get_rank() else places
+    received = torch.zeros(3, 2).t() if dist.get_rank() else places.clone()
+    return comm.reduce_sum(own), comm.largest(own), comm.broadcast(received).clone()
+
+
 def named_connection_error(text):
     """Return what an error of these words is said to mean in a world."""
     return str(comm.connection_error(RuntimeError(text)))

@@ -19,6 +19,7 @@ from tests.comm.comm_ranks import (
     half_empty_transfers,
     late_message,
     late_messages,
+    of_other_strides,
     same_batch,
     shared_groups,
     summed_loss,
@@ -78,6 +79,15 @@ def test_plain_collectives(pools):
         assert result["all_equal"] == [True, False]
         assert result["names"] == (True, 4, rank)
         assert result["none"] == (None, "", 1, 0)
+
+
+def test_sums_and_broadcasts_are_of_places_and_not_of_memory(pools):
+    """Of ranks whose tensors have other strides."""
+    places = torch.arange(6.0).view(2, 3)
+    for total, most, sent in pools(2).run(of_other_strides):
+        assert torch.equal(total, 2 * places)
+        assert torch.equal(most, places)
+        assert torch.equal(sent, places)
 
 
 def test_a_gather_takes_every_dtype(pools):

@@ -20,6 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import checkpoint_blocks, make_fsdp_root, offload_activations, shard_model
 from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.activation_offload.disk import DiskStore
+from lightning_sp.parallelize.activation_offload.pinned_host import PinnedHostStore
 from tests.instruments.live_storages import LiveStorages
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
 
@@ -71,6 +72,27 @@ def model(options: dict[str, Any] | None, sharded: bool, **sizes: Any) -> tuple[
         shard_model(root, list(root.layers), mesh_of((dist.get_world_size(),)))
         make_fsdp_root(root)
     return root, offload
+
+
+def lengths(folder: str) -> tuple[int, int, int]:
+    """Return the most bytes that a file held over steps of many lengths, in one of the longest, and of a device's store how many buffers."""
+    root, offload = model({"activation_offload": "disk", "offload_folder": folder}, sharded=False)
+    assert offload is not None
+    store = offload._store
+    assert isinstance(store, DiskStore)
+    found = []
+    for rows in ((9,), (3, 7, 9, 5, 8, 2, 6)):
+        for each in rows:
+            root(torch.ones(each, 3, 8)).sum().backward()
+        found.append(store.num_bytes)
+        offload.close()
+    simulated = PinnedHostStore(CPU, pins=False)
+    for each in (3, 7, 9, 5, 8, 2, 6):
+        buffers = [simulated.buffer(each) for _ in range(5)]
+        assert all(buffer.numel() >= each for buffer, _ in buffers)
+        for buffer, event in buffers:
+            simulated.vacate(buffer, event)
+    return found[1], found[0], len(simulated._free)
 
 
 def gradients(root: Model, steps: int = 2, micro_batches: int = 2) -> list[Tensor]:

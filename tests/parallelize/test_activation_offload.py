@@ -64,6 +64,12 @@ def test_nothing_is_left_of_a_step_that_failed(pools, tmp_path):
     assert pools(1).run(ranks.fails, str(tmp_path)) == [[]]
 
 
+def test_steps_of_many_lengths_take_no_more_than_the_longest(pools, tmp_path):
+    [(in_file, of_longest, in_buffers)] = pools(1).run(ranks.lengths, str(tmp_path))
+    assert in_file == of_longest
+    assert in_buffers == 5
+
+
 def test_the_peak_is_that_of_a_horizon_of_blocks(pools, tmp_path):
     x = 4096 * 128 * 4
 

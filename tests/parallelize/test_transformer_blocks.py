@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp import without_gradient_sync
+from lightning_sp.parallelize.fsdp import accumulating
 from lightning_sp.parallelize.supported_parameters import check_hooks, check_optimized, check_parameters
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
@@ -87,7 +87,7 @@ def test_hooks_of_shards_are_refused_where_they_would_not_be_one_devices():
     check_hooks(model, "_backward_hooks")  # FSDP2 calls it
     with (
         pytest.raises(SequenceParallelError, match=r"0\.weight has a post-accumulate hook.*accumulate_grad_batches=1"),
-        without_gradient_sync(model),
+        accumulating(model, whole=False),
     ):
         raise AssertionError("gradients would be accumulated")
     model[0].weight.register_hook(lambda grad: None)

@@ -157,6 +157,9 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     )
     assert found
     assert float(found[1]) > float(found[2]) > 0
+    fit = re.search(r"in which (\d+) fit", answers[0][4]["error"])
+    assert fit
+    assert int(fit[1]) < 128
     assert "sequence_parallel_size" in answers[0][4]["error"]
 
 

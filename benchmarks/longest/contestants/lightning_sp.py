@@ -45,7 +45,9 @@ class _Measured(pl.Callback):
         self.meter.begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *args: Any) -> None:
-        self.meter.end(self.lengths[args[-1]], float(outputs["loss"]))
+        # Of a rank, by the budget.
+        longest: Any = trainer.strategy._checkpointing.longest  # type: ignore[attr-defined]
+        self.meter.end(self.lengths[args[-1]], float(outputs["loss"]), longest=longest)
 
 
 def train(variant: str, problem: dict[str, Any], world: int, batches: list[Tensor], meter: Meter) -> None:

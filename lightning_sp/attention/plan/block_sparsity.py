@@ -7,16 +7,19 @@ join what they find into one map of the whole attention, from which each knows w
 from __future__ import annotations
 
 from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_sp import comm
 from lightning_sp.attention.plan.blocks import Plan
 from lightning_sp.attention.plan.intervals import BlockSparsity
 from lightning_sp.attention.spec.codec import Code, hides_by_matrix_or_function
+from lightning_sp.attention.spec.function_contents import Contents, UnknownContentsError
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.scores import SCORE_TILE, Scores
 from lightning_sp.errors import SequenceParallelError
@@ -64,11 +67,48 @@ def search(
         like: queries, for their rows and device.
         groups: of the ring, whose map it is, and of Ulysses, whose ranks have heads, and maps, of their own; None for one rank.
 
-    Shapes: () -> (SIDE, SIDE), uint8 on the CPU. Communicates: one all_reduce of 4 KiB in the ring, one of a byte in Ulysses' group.
+    Shapes: () -> (SIDE, SIDE), uint8 on the CPU. Communicates: one all_reduce of 4 KiB in the ring, one of a byte in Ulysses' group; nothing
+    where the step has searched the same mask.
 
     Raises:
         SequenceParallelError: the mask's function raised on another rank of the sequence; on this one whatever it raised.
     """
+    contents = Contents()
+    try:
+        key = (
+            (scores.hidden_by(contents), plan, rank, heads, like.shape[0], like.device, groups)
+            if _maps is not None
+            else None
+        )
+    except UnknownContentsError:
+        key = None
+    if key is None or _maps is None:
+        return _searched(scores, plan, rank, heads, like, groups)
+    known = _maps.get(key)
+    if known is None or any(each.expired() for each in known.storages):  # type: ignore[no-untyped-call]
+        known = _maps[key] = _Known(_searched(scores, plan, rank, heads, like, groups), contents.storages)
+    return known.found.clone()  # an operator's own
+
+
+class _Known(NamedTuple):
+    """A map, and the memory of the tensors that it was made of: another tensor may be there when that is freed."""
+
+    found: Tensor
+    storages: list[StorageWeakRef]
+
+
+_maps: dict[Any, _Known] | None = None
+
+
+def search_once(*, is_on: bool) -> None:
+    """Search each mask once, from now on until this is switched off, or on again: in a step, whose layers share their masks."""
+    global _maps
+    _maps = {} if is_on else None
+
+
+def _searched(
+    scores: Scores, plan: Plan, rank: int, heads: Range, like: Tensor, groups: tuple[ProcessGroup | None, ProcessGroup | None]
+) -> Tensor:  # fmt: skip
     found = torch.zeros(SIDE, SIDE, dtype=torch.uint8)
     error: Exception | None = None
     try:

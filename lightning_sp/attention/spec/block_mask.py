@@ -21,12 +21,14 @@ class BlockTable:
         whole: those that are visible whatever it says, likewise.
         size: queries and keys of a block.
         lengths: queries and keys; beyond them there is padding, and nothing is visible.
+        lists: of the blocks, as the `BlockMask` has them, by which tables are told apart.
     """
 
     asked: Tensor
     whole: Tensor
     size: tuple[int, int]
     lengths: tuple[int, int]
+    lists: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, block_mask: BlockMask) -> BlockTable:
@@ -50,7 +52,8 @@ class BlockTable:
                     "blocks of keys); a part of a BlockMask keeps the lengths of the whole, so make one of its own"
                 )
         asked, *full = (_listed(counts, indices, blocks[1]) for counts, indices in given)
-        return cls(asked, full[0] if full else torch.zeros_like(asked), size, lengths)
+        lists = tuple(each for pair in given for each in pair)
+        return cls(asked, full[0] if full else torch.zeros_like(asked), size, lengths, lists)
 
     def check(self, *, length: int, batch: int, key_length: int, heads: int | None, multiple: int | None) -> None:
         """Refuse a table that is not of this attention; shorter than the padded sequence is fine, what is beyond is padding.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.attention.spec.block_mask import BlockTable
+from lightning_sp.attention.spec.function_contents import Contents, UnknownContentsError
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.errors import SequenceParallelError
 
@@ -47,6 +48,14 @@ class ScoreMod:
         _check_closure(function, tensors)
         self.function, self.tensors = function, tensors
         self.number = _register(self)
+
+    def contents(self, found: Contents) -> Any:
+        """Return a value by which functions that say the same are equal.
+
+        Raises:
+            UnknownContentsError: there is none.
+        """
+        return found.of(self.function)
 
     def apply(self, scores: Tensor, positions: ScorePositions, tensors: tuple[Tensor, ...]) -> Tensor:
         """Return the scores of a tile, changed. Shapes: (rows, heads, Sq, Sk) -> the same."""
@@ -100,6 +109,18 @@ class MaskMod:
         # The function's own tensors may end where the table does.
         return (asked & self._answers(self.table.inside(positions))) | whole
 
+    def contents(self, found: Contents) -> Any:
+        """Return a value by which masks that say the same are equal.
+
+        Raises:
+            UnknownContentsError: there is none.
+        """
+        table = self.table
+        of_table = (
+            () if table is None else (table.size, table.lengths, found.of(table.lists or (table.asked, table.whole)))
+        )
+        return found.of(self.function), of_table
+
     def _answers(self, positions: ScorePositions) -> Tensor:
         rows, heads = _ranges(positions)
         return _over_all(self.function, 0, 0)(rows, heads, positions.queries, positions.keys)
@@ -119,6 +140,25 @@ def function_by_number(number: int) -> Any:
             f"score or mask function {number} no longer exists: keep the ScoreMod or AttentionMask until the backward has run"
         )
     return found
+
+
+def told_by(function: ScoreMod | MaskMod | None) -> Any:
+    """Return what a function says as a value, None where that is not known."""
+    try:
+        return None if function is None else function.contents(Contents())
+    except UnknownContentsError:
+        return None
+
+
+def check_unchanged(functions: Sequence[ScoreMod | MaskMod | None], told: Sequence[Any]) -> None:
+    """Refuse functions that say something else than in the forward: the backward asks them again."""
+    for function, before in zip(functions, told, strict=True):
+        if function is not None and before is not None and told_by(function) != before:
+            what = "mask_mod" if isinstance(function, MaskMod) else "score_mod"
+            raise SequenceParallelError(
+                f"an attention's {what} reads a number or a tensor that was changed between its forward and its backward, which asks the "
+                "function again: give each call a function of its own, which reads values that stay (a new closure, functools.partial)"
+            )
 
 
 def _register(function: Any) -> int:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.dropout import AttentionDropout
+from lightning_sp.attention.spec.function_contents import Contents
 from lightning_sp.attention.spec.positions import ScorePositions, rows_or_heads_slice
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
 
@@ -72,6 +74,15 @@ class Scores:
             return found
         other = ~self.mask_mod.visible(positions)
         return other if found is None else found | other
+
+    def hidden_by(self, found: Contents) -> Any:
+        """Return a value by which scores are equal whose `hidden` is.
+
+        Raises:
+            UnknownContentsError: there is none.
+        """
+        dense = None if self.dense is None else found.of(self.dense)
+        return dense, None if self.mask_mod is None else self.mask_mod.contents(found)
 
     def apply(self, raw: Tensor, positions: ScorePositions, hidden: Tensor | None) -> Tensor:
         """Return the scores of a tile, -inf where a key is `hidden`. Shapes: raw (B, H, Sq, Sk) -> the same."""

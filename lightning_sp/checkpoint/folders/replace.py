@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from lightning_sp.checkpoint.folders.folder import PARTIAL, REPLACED, is_complete, partial_path, replaced_path
@@ -20,8 +21,9 @@ def put_in_place(written: Path, path: Path) -> None:
     """Give what was written its own name, replacing an older checkpoint there, in one step: at any moment the name is of a whole one.
 
     A folder cannot be renamed over another. Linux exchanges the two names; where the file system does not (NFS), the older one is renamed
-    first, and `recover` ends what a stop between the two has left.
+    first, and `recover` ends what a stop between the two has left. What is removed is so when the new one is on the disk, its name too.
     """
+    _sync(written)
     _replace(written, path)
     end_writing(written)
 
@@ -29,15 +31,38 @@ def put_in_place(written: Path, path: Path) -> None:
 def _replace(written: Path, path: Path) -> None:
     if path.is_symlink() or not path.exists() or (path.is_file() and written.is_file()):
         written.replace(path)
+        _sync_names(path.parent)
         return
     if exchange_names(written, path):
+        _sync_names(path.parent)
         _remove(written)
         return
     old = replaced_path(path)
     _remove(old)
     path.rename(old)
     written.rename(path)
+    _sync_names(path.parent)
     _remove(old)
+
+
+def _sync(written: Path) -> None:
+    """Wait until a file, or a folder's files and their names, are on the disk."""
+    for file in written.iterdir() if written.is_dir() else (written,):
+        if file.is_file():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+    if written.is_dir():
+        _sync_names(written)
+
+
+def _sync_names(folder: Path) -> None:
+    """Wait until a folder's names are on the disk, where its file system can tell."""
+    with suppress(OSError):
+        number = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
 
 
 def recover(path: Path) -> str | None:

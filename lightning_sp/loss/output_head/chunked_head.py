@@ -275,7 +275,7 @@ class _Gradients:
             if d_logits.device.type == "cpu" or d_logits.dtype == self._weight.dtype:
                 # A bfloat16 product would be rounded, chunk by chunk.
                 self._weight.addmm_(d_logits.to(self._weight.dtype).t(), hidden.to(self._weight.dtype))
-            else:
+            else:  # a GPU's product in float32 would take many times as long; chunks are long there, and rounded once each
                 self._weight += d_logits.t() @ hidden.to(d_logits.dtype)
 
     def wide(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -43,7 +43,7 @@ class DiskStore:
         self._file: IO[bytes] | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._free: defaultdict[int, list[int]] = defaultdict(list)  # places, by their size
-        self._end = 0
+        self._end = self._num_placed = 0
 
     def put(self, tensor: Tensor) -> _InFile:
         """Begin to write a dense tensor."""
@@ -54,7 +54,11 @@ class DiskStore:
         return _InFile(self, tensor)
 
     def place(self, num_bytes: int) -> int:
-        """Return where in the file so many bytes may be."""
+        """Return where in the file so many bytes may be: from its beginning, where nothing is in it, so that other lengths take no more."""
+        if not self._num_placed:
+            self._free.clear()
+            self._end = 0
+        self._num_placed += 1
         if self._free[num_bytes]:
             return self._free[num_bytes].pop()
         place, self._end = self._end, self._end + num_bytes
@@ -65,6 +69,7 @@ class DiskStore:
         """Let others use a place: what they write comes after what is still asked for. Nothing where the file is closed."""
         if file == self.files and self._file is not None:
             self._free[num_bytes].append(place)
+            self._num_placed -= 1
 
     def submit(self, function: Any, *args: Any) -> Future[Any]:
         """Run a function in the thread, after all that was asked for before."""
@@ -101,7 +106,7 @@ class DiskStore:
         if file is not None:
             file.close()
         self._free.clear()
-        self._end = self.num_bytes = 0
+        self._end = self._num_placed = self.num_bytes = 0
         self.failure, self.refuses = None, False
 
 

@@ -8,7 +8,6 @@ Read from CUDA's rules and counted on a simulated device; on a GPU its gradients
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_sp.parallelize.activation_offload.store import Form, check_unchan
 
 
 class PinnedHostStore:
-    """Buffers of the host that are used again for tensors of the same size; a class because they stay, as the two streams do.
+    """Buffers of the host that are used again, for tensors of their size or less; a class because they stay, as the two streams do.
 
     Args:
         device: of the tensors.
@@ -30,21 +29,27 @@ class PinnedHostStore:
         self.runtime: Any = getattr(torch, device.type)
         self.out, self.back = self.runtime.Stream(device), self.runtime.Stream(device)
         # With what must have ended before another tensor is written to them.
-        self._free: defaultdict[int, list[tuple[Tensor, Any]]] = defaultdict(list)
+        self._free: list[tuple[Tensor, Any]] = []
 
     def put(self, tensor: Tensor) -> _InHost:
         """Begin to copy a dense tensor of the device."""
         return _InHost(self, tensor)
 
     def buffer(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return pinned bytes (n,), and the event of their last use, if there was one."""
-        if self._free[num_bytes]:
-            return self._free[num_bytes].pop()
+        """Return at least so many pinned bytes, and the event of their last use, if there was one.
+
+        One that is too small goes for one that is made: with steps of many lengths there are as many as tensors were away at once.
+        """
+        sizes = [buffer.numel() for buffer, _ in self._free]
+        if fitting := [size for size in sizes if size >= num_bytes]:
+            return self._free.pop(sizes.index(min(fitting)))
+        if sizes:
+            self._free.pop(sizes.index(max(sizes)))
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self.pins), None
 
     def vacate(self, buffer: Tensor, last_use: Any) -> None:
         """Let other tensors use a buffer."""
-        self._free[buffer.numel()].append((buffer, last_use))
+        self._free.append((buffer, last_use))
 
     def close(self) -> None:
         """Let go of the buffers that no tensor uses."""
@@ -61,7 +66,7 @@ class _InHost:
         with store.runtime.stream(store.out):
             if last_use is not None:
                 store.out.wait_event(last_use)
-            self._buffer.copy_(flat_bytes(tensor), non_blocking=True)
+            self._buffer[: self._form.num_bytes].copy_(flat_bytes(tensor), non_blocking=True)
             self._away = store.out.record_event()
         self._last_use = self._away
         # The device's memory must not be another tensor's before the copy has read it.
@@ -84,7 +89,7 @@ class _InHost:
         self._store.back.wait_stream(current)
         with self._store.runtime.stream(self._store.back):
             self._store.back.wait_event(self._away)
-            flat.copy_(self._buffer, non_blocking=True)
+            flat.copy_(self._buffer[: self._form.num_bytes], non_blocking=True)
             self._last_use = self._store.back.record_event()
         self._arriving = flat, self._last_use
 

@@ -12,6 +12,7 @@ from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward, sharded_parameter, whole_parameters
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
+    accumulating,
     check_layout,
     check_unsharded,
     make_fsdp_root,
@@ -21,7 +22,6 @@ from lightning_sp.parallelize.fsdp.shard_model import (
     reshard,
     run_with_whole_parameters,
     shard_model,
-    without_gradient_sync,
 )
 from lightning_sp.parallelize.fsdp.units.optional_units import gathered, optional_units
 from lightning_sp.parallelize.fsdp.units.own_optimizers import refuses_own_steps
@@ -32,6 +32,7 @@ __all__ = [
     "ParameterLayout",
     "RootUnit",
     "abandon_forward",
+    "accumulating",
     "as_torch_does",
     "cast_as_in_forward",
     "check_added",
@@ -58,7 +59,6 @@ __all__ = [
     "used_parameters",
     "watch_behind_runs",
     "whole_parameters",
-    "without_gradient_sync",
     "without_reduction",
     "write_counts",
 ]

@@ -301,18 +301,26 @@ def reshard(root: nn.Module) -> None:
 
 
 @contextmanager
-def without_gradient_sync(root: nn.Module) -> Iterator[None]:
-    """Accumulate whole local gradients without communication; the last micro-batch of an optimizer step reduces them.
+def accumulating(root: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Run a micro-batch that others of its optimizer step follow.
+
+    Args:
+        root: sharded.
+        whole: keep the gradients of whole weights on each rank, without communication; the step's last micro-batch reduces them. Else each
+            micro-batch reduces its own, and a rank's shards add up.
 
     Raises:
-        SequenceParallelError: a parameter has a hook, which one device calls after each micro-batch.
+        SequenceParallelError: a parameter has a hook, which sees gradients before micro-batches are weighed.
     """
     for name, parameter in root.named_parameters():
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise SequenceParallelError(
-                f"{user_name(name)} has a post-accumulate hook: it would be called once per optimizer step here, and after each micro-batch "
-                "on one device: use accumulate_grad_batches=1, or change gradients in on_before_optimizer_step"
+                f"{user_name(name)} has a post-accumulate hook: it would see gradients before the micro-batches of its step are weighed by "
+                "their tokens: use accumulate_grad_batches=1, or change gradients in on_before_optimizer_step"
             )
+    if not whole:
+        yield
+        return
     modules = fsdp_modules(root)
     for each in modules:
         each.set_requires_gradient_sync(False, recurse=False)

@@ -38,6 +38,7 @@ def model_bytes(
     device: torch.device,
     *,
     steps_in_backward: bool = False,
+    accumulates_whole: bool = False,
 ) -> ModelBytes:
     """Return what this rank holds of a model.
 
@@ -47,6 +48,7 @@ def model_bytes(
         optimizers: that step it.
         device: of this rank.
         steps_in_backward: whether a unit's gradients are freed before the next one's come; a device has two units', for it reduces beside.
+        accumulates_whole: whether the gradients of whole weights stay between micro-batches.
     """
     state = 0
     for optimizer in optimizers:
@@ -57,11 +59,13 @@ def model_bytes(
     outside = sum(map(_whole_bytes, _outside(module, blocks)))
     units = 1 if device.type == "cpu" else 2
     there = sum(_local_bytes(each.grad) for each in module.parameters() if each.grad is not None)
+    trained = [each for each in module.parameters() if each.requires_grad]
+    gradients = units * largest_unit_bytes(module) if steps_in_backward else sum(map(_local_bytes, trained))
+    if accumulates_whole:
+        gradients += sum(map(_whole_bytes, trained))
     return ModelBytes(
         base=max(0, used_bytes(device) - there),
-        gradients=units * largest_unit_bytes(module)
-        if steps_in_backward
-        else sum(_local_bytes(each) for each in module.parameters() if each.requires_grad),
+        gradients=gradients,
         optimizer=state,
         gathered=_BLOCKS_AT_A_TIME * largest + _OUTSIDE_AT_A_TIME * outside,
         steps_in_backward=steps_in_backward,

@@ -354,4 +354,18 @@ ATTENTION = (
         "False",
         f"{FLEX}::test_it_is_taken_where_its_numbers_are_right_and_nothing_is_learned",
     ),
+    fault(
+        "a mask that was written to between two layers, not searched again",
+        "attention/spec/function_contents.py",
+        "tensor.data_ptr(), tensor._version,",
+        "tensor.data_ptr(),",
+        "tests/rewrite/test_searched_once.py::test_layers_that_share_a_mask_search_it_once_and_gradients_are_one_devices[written]",
+    ),
+    fault(
+        "a mask that an object decides, searched once for all layers",
+        "attention/spec/function_contents.py",
+        "        raise UnknownContentsError(type(value))\n\n    def _of_tensor",
+        "        return type(value)\n\n    def _of_tensor",
+        "tests/rewrite/test_searched_once.py::test_layers_that_share_a_mask_search_it_once_and_gradients_are_one_devices[by an object]",
+    ),
 )

@@ -418,9 +418,23 @@ DATA = (
     fault(
         "numbers logged under two names added up over ranks",
         "trainer/loops.py",
-        "        return of_all\n    loop = trainer.fit_loop\n    return {\n        **of_all,\n",
-        "        return {}\n    loop = trainer.fit_loop\n    return {\n",
+        "        return of_all\n    loop = trainer.fit_loop\n",
+        "        return {}\n    of_all = {}\n    loop = trainer.fit_loop\n",
         "tests/trainer/logged_numbers/test_other_name.py"
         "::test_another_name_over_all_ranks_is_refused_and_one_of_a_ranks_own_is_not",
+    ),
+    fault(
+        "a rank that stops alone, not compared",
+        "trainer/agreed_stop.py",
+        "            if validates or trainer.should_stop or epoch.batch_progress.is_last_batch:\n",
+        "            if validates or epoch.batch_progress.is_last_batch:\n",
+        "tests/trainer/processes/test_agreed_stop.py::test_a_rank_that_stops_alone_is_refused_on_all[on_train_batch_end-groups]",
+    ),
+    fault(
+        "a metric's empty list sent as torchmetrics does",
+        "trainer/logged_numbers/row_metrics.py",
+        "        return value.new_empty((0, *theirs[1:dims]), dtype=_DTYPES[dtype])\n",
+        "        return value\n",
+        "tests/trainer/logged_numbers/test_list_metrics.py::test_lists_of_groups_of_which_one_has_fewer_batches[1]",
     ),
 )

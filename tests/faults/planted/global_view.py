@@ -39,15 +39,15 @@ GLOBAL_VIEW = (
     fault(
         "metrics that count a row once for each rank of its sequence",
         "trainer/logged_numbers/row_metrics.py",
-        "        metric.dist_sync_fn = own if group is None else GatherOver(group, own)\n",
-        "        metric.dist_sync_fn = own\n",
+        "                each.dist_sync_fn = GatherOver(group, _own_gather(each))\n",
+        "                each.dist_sync_fn = GatherOver(None, _own_gather(each))\n",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(
         "a list of a metric that is read within its epoch, sent without memory",
         "trainer/logged_numbers/row_metrics.py",
-        "(whole_of(value), self.group",
-        "(value, self.group",
+        "(_as_others(whole_of(value), ranks)",
+        "(_as_others(value, ranks)",
         f"{METRICS}::test_counts_and_lists_are_those_of_one_device[2-{{'ring_size': 2}}]",
     ),
     fault(

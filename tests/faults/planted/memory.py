@@ -380,4 +380,18 @@ MEMORY = (
         "    return WeightShard(_local_of(value), value._spec).whole()\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[single_numbers]",
     ),
+    fault(
+        "whole gradients kept between micro-batches",
+        "parallelize/fsdp/shard_model.py",
+        "    if not whole:\n        yield\n        return\n",
+        "",
+        "tests/trainer/memory/test_memory_options.py::test_gradients_between_micro_batches_are_a_ranks_shards_or_whole[{}]",
+    ),
+    fault(
+        "a file of activations that grows with each new length",
+        "parallelize/activation_offload/disk.py",
+        "        if not self._num_placed:\n            self._free.clear()\n            self._end = 0\n",
+        "",
+        "tests/parallelize/test_activation_offload.py::test_steps_of_many_lengths_take_no_more_than_the_longest",
+    ),
 )

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.instruments.traffic import counted
 from lightning_sp.config import MemoryOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import make_fsdp_root, reshard, shard_model, transformer_blocks, without_gradient_sync
+from lightning_sp.parallelize import accumulating, make_fsdp_root, reshard, shard_model, transformer_blocks
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 from lightning_sp.parameter_names import user_name
@@ -168,7 +168,7 @@ def rounded(root: nn.Module) -> set[str]:
 
 @contextmanager
 def synced(root: nn.Module, sync: bool) -> Iterator[None]:
-    with nullcontext() if sync else without_gradient_sync(root):
+    with nullcontext() if sync else accumulating(root, whole=True):
         yield
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from benchmarks.instruments.traffic import counted
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import make_fsdp_root, shard_model, without_gradient_sync
+from lightning_sp.parallelize import accumulating, make_fsdp_root, shard_model
 from lightning_sp.parallelize.fsdp.gloo_collectives import (
     AllPairsAllGather,
     AllPairsReduceScatter,
@@ -155,7 +155,7 @@ def train(model, steps, ranks, dtype, accumulate):
                 torch.stack([model(each).square().mean() for each in data]).mean().backward()
 
             if isinstance(model, FSDPModule) and micro < accumulate - 1:
-                with without_gradient_sync(model):
+                with accumulating(model, whole=True):
                     backward()
             else:
                 backward()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_sp.config import MemoryOptions
-from lightning_sp.parallelize import make_fsdp_root, shard_model, transformer_blocks, without_gradient_sync
+from lightning_sp.parallelize import accumulating, make_fsdp_root, shard_model, transformer_blocks
 from lightning_sp.testing import max_error
 from tests.parallelize.fsdp.gloo_collectives_ranks import mesh_of
 from tests.parallelize.fsdp.units.vocabulary_units_ranks import MODELS, Stepped, counted_units, tokens, trained
@@ -46,7 +46,7 @@ def summed(dtype: torch.dtype, gradient_dtype: str, micro_batches: int) -> tuple
     """Return the gradients of several micro-batches, and what the option says they are, from every rank's own."""
     world, rank = dist.get_world_size(), dist.get_rank()
     root = build("separate", dtype, (world,), gradient_dtype=gradient_dtype)
-    with without_gradient_sync(root):
+    with accumulating(root, whole=True):
         for step in range(micro_batches - 1):
             root.training_step(tokens(rank, step)).backward()
     root.training_step(tokens(rank, micro_batches - 1)).backward()

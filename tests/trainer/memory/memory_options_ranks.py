@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import shard_model
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
+from lightning_sp.parallelize.fsdp.unused_parameters import _gradient
 from tests.parallelize.fsdp.gather_dtypes_ranks import rounded as rounded_gathers
 from tests.trainer.tiny import HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
 
@@ -46,6 +48,30 @@ def fits(cases: list[dict[str, Any]], folder: str, tied: bool = False) -> dict[s
         chosen = dict(strategy, offload_folder=folder) if strategy.get("activation_offload") == "disk" else strategy
         runs.append(run(build(tied=tied), chosen))
     return {"runs": runs, "left": os.listdir(folder)}
+
+
+class Between(Plain):
+    """Notes what a rank holds of gradients behind each micro-batch, in numbers: of whole weights, and of shards."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        super().__init__(HuggingFaceLlama)
+        self.held: list[tuple[int, int]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        groups = parameter_groups(fsdp_modules(self))
+        whole = [_gradient(each) for group in groups for each in group.fsdp_params]
+        shards = [each.grad.to_local() for each in self.parameters() if each.grad is not None]
+        self.held.append(
+            (sum(each.numel() for each in whole if each is not None), sum(each.numel() for each in shards))
+        )
+
+
+def accumulated(strategy: dict[str, Any]) -> tuple[dict[str, Tensor], list[tuple[int, int]], int]:
+    """Return the weights of a run, what it held behind each micro-batch, and how many numbers its weights have."""
+    module = Between()
+    weights = run(module, strategy)
+    return weights, module.held, sum(each.numel() for each in weights.values())
 
 
 def resumed(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -59,6 +59,33 @@ def test_a_fit_on_four_ranks_is_one_process(pools, tied, tmp_path):
             assert (found["runs"][0][name] - weight).abs().max() <= 1e-10, name
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(sync_each_batch=False),
+        dict(gradient_dtype="float32"),
+        pytest.param(dict(shard_size=1), marks=pytest.mark.slow),
+        pytest.param(dict(shard_size=1, sync_each_batch=False), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_gradients_between_micro_batches_are_a_ranks_shards_or_whole(pools, options):
+    [alone] = pools(1).run(ranks.accumulated, dict(preflight=False))
+    for weights, held, numbers in pools(2).run(ranks.accumulated, dict(options, ulysses_size=2, preflight=False)):
+        whole, shards = held[0]
+        if options.get("sync_each_batch", "gradient_dtype" not in options):
+            assert whole == 0
+            assert 0 < shards <= numbers // options.get("shard_size", 2) + 1000
+        else:
+            assert (whole, shards) == (numbers, 0)
+        assert all(after == 0 for after, _ in held[1::2])
+        # The weights are float64: sums in float32 are rounded.
+        tolerance = 1e-5 if "gradient_dtype" in options else 1e-10
+        for name, weight in alone[0].items():
+            assert (weights[name] - weight).abs().max() <= tolerance, name
+
+
 def test_a_checkpoint_of_other_units_is_resumed_from(pools, tmp_path):
     for whole, resumed in pools(2).run(ranks.resumed, str(tmp_path)):
         assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())

@@ -1,9 +1,10 @@
-"""CPU ranks: whether a ring takes its keys hop by hop or all at once, by a model of what the two cost a rank beside the same work.
+"""Whether a ring takes its keys hop by hop or all at once: as the user says, or on CPU ranks by a model of what the two cost a rank.
 
     saved by all_gather    kernel calls it does without      (hops' calls - its calls) x call_s
     its price              copies and sums of the keys and their gradients        TOUCHED x needed bytes / bytes_per_s
 
-for a forward and a backward. Messages cost both the same, byte for byte; on a CPU they are work like any other, and nothing hides.
+beside the same work, for a forward and a backward. Messages cost both the same, byte for byte; on a CPU they are work like any other, and
+nothing hides.
 """
 
 from __future__ import annotations

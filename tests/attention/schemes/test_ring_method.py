@@ -9,8 +9,8 @@ import torch
 
 from lightning_sp.attention import AttentionMask, boundaries_from_lengths
 from lightning_sp.attention.plan.blocks import key_ranges, plan_of
-from lightning_sp.attention.schemes.cpu_cost import uses_all_gather
 from lightning_sp.attention.schemes.ring import Ring
+from lightning_sp.attention.schemes.ring_method import uses_all_gather
 from lightning_sp.config import AttentionOptions
 from lightning_sp.layout import SequenceLayout
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+from lightning_sp.errors import SequenceParallelError
 
 
 @contextmanager
@@ -30,3 +32,13 @@ def shard_of(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a weight, in its memory."""
     whole = parameter.detach()
     return whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+def refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:
+    """Refuse a forward that writes to its own parameters. Equal on all ranks, which ran the same."""
+    if written := [name for name, count in after.items() if count > before.get(name, 0)]:
+        raise SequenceParallelError(
+            f"preflight: a forward writes to {len(written)} of its parameters: {', '.join(written[:3])}. FSDP2 has them whole there alone, and "
+            "frees them with what was written; write to them in training_step, or in a hook such as on_train_batch_start, where shards are "
+            "written"
+        )

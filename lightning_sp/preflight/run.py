@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,6 +50,7 @@ from lightning_sp.preflight.explain.verdict import (
     listed,
     tolerance_of,
 )
+from lightning_sp.preflight.moved_weights import refuse_writes
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import progress_read
@@ -91,7 +92,7 @@ def run_preflight(
         with progress_read(trial.module, counters) as read:
             noting = read.noting(trial.run_whole, trial.module.trainer)
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
-        _refuse_writes(counts, write_counts(trial.module))
+        refuse_writes(counts, write_counts(trial.module))
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
             if trial.context.mesh.data_parallel_size > 1 and random_step(trial, whole) is not None:
@@ -121,7 +122,26 @@ def run_preflight(
         compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters), _as_later)
         _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
+        found = replace(found, compared=whole.read.compared)
     return found
+
+
+def run_with_other_tokens(trial: Trial) -> None:
+    """Compare a step on tokens that its batches may hold later; a refusal of these, by what this package cannot carry, says nothing of them.
+
+    Raises:
+        SequenceParallelError: they differ; `TrialFailedError` where the step does not run on them.
+    """
+    started = time.perf_counter()
+    with _eager():
+        with CheckedIndices():  # they may be indices
+            whole = _run_whole(trial)
+        try:
+            sharded = trial.sharded()
+        except SequenceParallelError as error:
+            raise error if isinstance(error, LossDiffersError) else TrialFailedError(str(error)) from error
+    _check_alike(trial, whole, sharded)
+    _judged(trial, whole, sharded, started)
 
 
 def run_longer(trial: Trial) -> Agreement | None:
@@ -259,16 +279,6 @@ def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
             raise LossDiffersError(
                 f"preflight: training_step on {trial.crop} has another loss on ranks that share a sequence: {losses}"
             )
-
-
-def _refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:
-    """Refuse a forward that writes to its own parameters. Equal on all ranks, which ran the same."""
-    if written := [name for name, count in after.items() if count > before.get(name, 0)]:
-        raise SequenceParallelError(
-            f"preflight: a forward writes to {len(written)} of its parameters: {', '.join(written[:3])}. FSDP2 has them whole there alone, and "
-            "frees them with what was written; write to them in training_step, or in a hook such as on_train_batch_start, where shards are "
-            "written"
-        )
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import FLOOR, Difference, plain_name
+from lightning_sp.preflight.recording.compared import Compared, Entry
 
 # A loss whose terms add up to 0, a policy's on its own answers, is what rounding leaves of them: its gradients say how large they are.
 LOSS_FLOOR = 1e-3
@@ -41,6 +42,7 @@ class Agreement:
         tolerance: what was allowed.
         seconds: what it cost.
         loss_of_one_device: on the rows of all data-parallel groups, where that is another number than the mean of their losses; else None.
+        compared: what the step compares tokens of the batch with.
     """
 
     crop: str
@@ -51,6 +53,7 @@ class Agreement:
     seconds: float
     loss_of_one_device: float | None = None
     has_gradients: bool = True
+    compared: Mapping[Entry, Compared] = field(default_factory=dict)
 
     @property
     def says_something(self) -> bool:

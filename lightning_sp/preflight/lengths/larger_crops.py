@@ -22,7 +22,7 @@ def compared_on_crops(
     crops: tuple[Crop, Crop],
     larger: Sequence[Callable[[Crop], tuple[Crop, Crop] | None]],
     runner: StepRunner,
-) -> tuple[Agreement | None, Crop]:
+) -> tuple[Agreement | None, tuple[Crop, Crop]]:
     """Compare on a crop, and where the step fails on it whole, or says nothing there, on larger ones.
 
     Raises:
@@ -48,7 +48,7 @@ def compared_on_crops(
             failed = None if found is not None else error
     if failed is not None:
         raise failed
-    return found, crops[0]
+    return found, crops
 
 
 def checkpoints(config: StrategyConfig) -> bool:

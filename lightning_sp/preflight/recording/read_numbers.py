@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.compared import Compared, Entry, note_compared
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
 from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products
@@ -50,9 +51,6 @@ NUMBERS = {"item", "__int__", "__float__", "__index__", *ARRAYS}
 SIZES = {"shape", "size", "numel", "nelement", "len"}
 _COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 _MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
-
-
-Entry = tuple[Any, ...]  # keys and numbers that lead to a tensor of the batch
 
 
 class Read(NamedTuple):
@@ -78,6 +76,7 @@ class ReadNumbers(TorchFunctionMode):
     Attributes:
         sizes: of the batch's tensors.
         calls: that compare or read.
+        compared: what integers of the batch are compared with.
         cuts: the user's lines that take all or nothing of a dim by a number of Python's, and the lengths of these dims.
     """
 
@@ -89,6 +88,7 @@ class ReadNumbers(TorchFunctionMode):
         self.cuts: dict[tuple[str, int], set[int]] = {}
         self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
+        self.compared: dict[Entry, Compared] = {}
         self._leaves = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
         self._numbers: Counter[tuple[str, int, str]] = Counter()
@@ -121,6 +121,13 @@ class ReadNumbers(TorchFunctionMode):
         leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
         if place is not None:
             self._note(place, name, given[0], output, leaves)
+            note_compared(
+                name,
+                [*_flat(args)],
+                [each for each in args if not isinstance(each, Tensor)],
+                self._leaves,
+                self.compared,
+            )
             if name in ("getitem", "setitem") and args[0] in self._leaves:
                 self.cuts.setdefault(place, set()).update(lengths_not_cut(args[0].shape, args[1]))
             elif name in SIZES and bounds_a_size(*place) and self._is_of_module(sys._getframe(1)):

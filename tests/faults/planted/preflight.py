@@ -1082,4 +1082,11 @@ PREFLIGHT = (
         "        return value.numel() == 0 and _is_number(value) and",
         f"{READ}_reads_whole_sequences[flag of a hook]",
     ),
+    fault(
+        "numbers that tokens are compared with, not shown to the step",
+        "preflight/crops/compared_tokens.py",
+        "            if rare or found.neighbours:\n",
+        "            if not (rare or found.neighbours):\n",
+        "tests/preflight/batches/test_later_tokens.py::test_a_step_that_reads_tokens_of_later_batches_trains_as_one_device[sessions]",
+    ),
 )

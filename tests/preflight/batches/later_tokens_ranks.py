@@ -1,0 +1,79 @@
+"""What runs in the ranks: steps that do something with tokens of which the first batches hold none, and later ones some."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_sp.errors import SequenceParallelError
+from tests.trainer.tiny import VOCAB, Plain, _full, plain_trainer, quiet_trainer, tiny_llama
+
+MARK, LENGTH, LATER = VOCAB - 1, 32, 4
+
+
+class Rows(Dataset):
+    """Rows without the mark and without neighbours that are alike, and later ones with both; sessions of which there is one at first."""
+
+    def __len__(self) -> int:
+        return 2 * LATER
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        g = torch.Generator().manual_seed(index)
+        row = (torch.arange(LENGTH + 1) * 7 + torch.randint(0, MARK, (1,), generator=g)) % MARK
+        sessions = torch.zeros(LENGTH, dtype=torch.int64)
+        if index >= LATER:
+            row[[5, 20]] = MARK
+            row[[8, 9, 25]] = row[[7, 8, 24]]
+            sessions[11:] = 1
+        return {
+            "input_ids": row[:-1],
+            "shift_labels": row[1:],
+            "position_ids": torch.arange(LENGTH),
+            "session_ids": sessions,
+        }
+
+
+class Reads(Plain):
+    """Does something with a token's neighbours, or with those before it, by a kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_llama)
+        self.kind, self.features = kind, nn.Embedding(8, VOCAB)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids, labels, sessions = batch["input_ids"], batch["shift_labels"], batch["session_ids"]
+        logits = self.logits(batch)
+        if self.kind == "behind the mark":
+            labels = labels.masked_fill((ids == MARK).cumsum(1) > 0, -100)
+        features = {
+            "segments": lambda: (ids == MARK).long().cumsum(1),
+            "the one before": lambda: F.pad(ids, (1, 0))[:, :-1].eq(MARK).long(),
+            "as the one before": lambda: F.pad(ids[:, 1:] == ids[:, :-1], (1, 0)).long(),
+            "in the row": lambda: torch.isin(ids, torch.tensor([MARK])).long().amax(1, keepdim=True).expand_as(ids),
+            "sessions": lambda: F.pad((sessions[:, 1:] != sessions[:, :-1]).long().cumsum(1), (1, 0)),
+        }
+        if self.kind in features:
+            logits = logits + self.features(features[self.kind]())
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.losses.append(float(loss.detach()))
+        return loss
+
+
+KINDS = ("behind the mark", "segments", "the one before", "as the one before", "in the row", "sessions")
+
+
+def fit(kind: str, world: int, strategy: dict[str, Any] | None) -> tuple[str, dict[str, Tensor]]:
+    """Return what a fit is refused with, and its weights."""
+    torch.manual_seed(2)
+    module = Reads(kind)
+    options: dict[str, Any] = {"max_epochs": 1}
+    trainer = plain_trainer(**options) if strategy is None else quiet_trainer(world, strategy=strategy, **options)
+    try:
+        trainer.fit(module, DataLoader(Rows(), batch_size=2))
+    except SequenceParallelError as error:
+        return str(error), {}
+    return "", {name: _full(each.detach()).clone() for name, each in module.named_parameters()}

@@ -307,10 +307,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         share_predictions(self._module.trainer.predict_loop, self.sequence_mesh, self._groups.world)
 
     @override
-    def _follow_metrics(self) -> None:
+    def _follow_metrics(self, *, anew: bool = False) -> None:
         mesh, holders = self.sequence_mesh, [self._module, *of_user(self._module.trainer)]
         alike = self._info.is_whole or self.sees_whole_sequences
-        self._row_metrics.follow(holders, mesh.data_group if alike else mesh.token_group)
+        self._row_metrics.follow(holders, mesh.data_group if alike else mesh.token_group, anew=anew)
 
     def _evaluate(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._compare_evaluation(run, *args)

@@ -263,7 +263,7 @@ def count(world: World) -> dict[str, Any]:
     strategy = SequenceParallelStrategy(
         ulysses_size=world.ulysses, ring_size=world.ring, preflight=False, process_group_backend=backend, packed_documents=world.documents > 1,
         cpu_offload=world.host, activation_checkpointing=world.host, activation_offload="host" if world.host else "none",
-        activation_loading_horizon=2, global_view=world.global_view,
+        activation_loading_horizon=2 if world.host else 4, global_view=world.global_view,
     )  # fmt: skip
     trainer = pl.Trainer(
         accelerator=_Device(), devices=1, num_nodes=world.size, strategy=strategy, plugins=[_Environment(world)], logger=False,

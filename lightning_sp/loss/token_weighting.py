@@ -37,6 +37,11 @@ class TokenWindow:
         self._total: Tensor | None = None
         self._num_uncounted = 0
 
+    def begin(self) -> None:
+        """Begin a window: of one before that was not closed, by an `optimizer_step` that steps nothing say, no tokens count."""
+        self._first = self._total = None
+        self._num_uncounted = 0
+
     def weigh(self, loss: Tensor, token_counts: list[Tensor]) -> Tensor:
         """Return w_m L_m for the loss of a micro-batch.
 
@@ -72,8 +77,7 @@ class TokenWindow:
         first, total = self._first, self._total
         if first is not None and total is not None:
             total = total + self._num_uncounted * first
-        self._first = self._total = None
-        self._num_uncounted = 0
+        self.begin()
         if first is None or total is None or accumulate == 1:
             return None
         return accumulate * first / nonzero_count(total)

@@ -122,7 +122,6 @@ def run_preflight(
         compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters), _as_later)
         _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
-        found = replace(found, compared=whole.read.compared)
     return found
 
 
@@ -397,4 +396,5 @@ def _compare(
         tolerance=tolerance,
         seconds=time.perf_counter() - started,
         has_gradients=any(each.scale > 0 for name, each in found.items() if name),
+        compared=whole.read.compared,
     )

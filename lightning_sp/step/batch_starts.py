@@ -49,7 +49,8 @@ class BatchStarts(CurrentSequence, ABC):
         self._was_filler = False
         self._batch_starts = WholeBatchStarts(self._at_batch_start, self._before_transfer)
         self._batch_ends = WholeBatchEnds(self._whole_batch_end)
-        self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device, self._follow_metrics)
+        follow = partial(self._follow_metrics, anew=True)
+        self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device, follow)
         self._filler_logs = FillerLogs(lambda: self._batch)
         self._stops = AgreedStop()
 
@@ -70,8 +71,8 @@ class BatchStarts(CurrentSequence, ABC):
         self._stops.release()
 
     @abstractmethod
-    def _follow_metrics(self) -> None:
-        """Add up metrics over the ranks that have other rows or tokens in the batch in progress."""
+    def _follow_metrics(self, *, anew: bool = False) -> None:
+        """Add up metrics over the ranks that have other rows or tokens in the batch in progress; `anew` where they were put back."""
 
     @abstractmethod
     def _options(self, batch: Any = None) -> ShardOptions:

@@ -89,6 +89,11 @@ def is_update(trainer: Trainer) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def begins_window(trainer: Trainer) -> bool:
+    """Return whether the micro-batch in progress is the first of its optimizer step's."""
+    return (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches == 0
+
+
 def of_batch(trainer: Trainer) -> dict[str, bool]:
     """Return of the batch that comes next whether it begins an optimizer step, or an evaluation after one, and whether it is one of training."""
     if trainer.state.fn != TrainerFn.FITTING:

@@ -85,7 +85,7 @@ class RowMetrics:
     def __init__(self) -> None:
         self._follow_tokens = False  # all of them do
 
-    def follow(self, holders: Sequence[Any], group: ProcessGroup | None) -> None:
+    def follow(self, holders: Sequence[Any], group: ProcessGroup | None, *, anew: bool = False) -> None:
         """Let metrics that name no ranks add up over one rank of each data-parallel group, or over those of all tokens.
 
         What a metric holds already was counted by a step of another view, training's say: it adds up as that did until it is reset.
@@ -94,8 +94,9 @@ class RowMetrics:
             holders: the module that holds them, and callbacks.
             group: the ranks with other rows, where the ranks of a sequence hold them alike; else those that hold each token once, None where
                 these are all.
+            anew: metrics were put back since.
         """
-        if group is None and self._follow_tokens:
+        if group is None and self._follow_tokens and not anew:
             return
         found = list(_without_ranks(holders))
         for each, counts in found:

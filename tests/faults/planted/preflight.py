@@ -882,8 +882,8 @@ PREFLIGHT = (
     fault(
         "losses of ranks that differ in a later trial, and agree in their mean",
         "preflight/run.py",
-        "    _check_alike(trial, whole, sharded)\n",
-        "",
+        "    _check_alike(trial, whole, sharded)\n    found = _judged",
+        "    found = _judged",
         "tests/preflight/batches/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
     ),
     fault(

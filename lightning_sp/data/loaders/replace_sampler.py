@@ -13,6 +13,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from lightning_sp import comm
 from lightning_sp.data.loaders.broadcast_loader import BroadcastLoader
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.fillers import FillerCollate, FillerDataset
@@ -88,6 +89,8 @@ def replace_sampler(
         prefetch_factor=loader.prefetch_factor,
         persistent_workers=loader.persistent_workers,
     )
+    if comm.size_of(coordinates.sequence_group) > 1:
+        found.seeds = seed, coordinates.dp_rank, int(training)
     # What users read of their loader through the Trainer; torch forbids to set the first two.
     for name, value in {"batch_size": batches.batch_size, "drop_last": batches.drop_last}.items():
         object.__setattr__(found, name, value)

@@ -437,4 +437,25 @@ DATA = (
         "        return value\n",
         "tests/trainer/logged_numbers/test_list_metrics.py::test_lists_of_groups_of_which_one_has_fewer_batches[1]",
     ),
+    fault(
+        "samples drawn by each rank's own stream",
+        "data/loaders/replace_sampler.py",
+        "        found.seeds = seed, coordinates.dp_rank, int(training)\n",
+        "        pass\n",
+        "tests/data/loaders/test_drawn.py::test_ranks_of_a_sequence_draw_one_window",
+    ),
+    fault(
+        "the same draws for each batch",
+        "data/loaders/lazy_loader.py",
+        "            number += 1\n",
+        "            number += 0\n",
+        "tests/data/loaders/test_drawn.py::test_ranks_of_a_sequence_draw_one_window",
+    ),
+    fault(
+        "a window of accumulation that no step has ended, in the next one's weights",
+        "trainer/token_weighted.py",
+        "        if begins_window(self._module.trainer):\n            self._window.begin()\n",
+        "",
+        "tests/trainer/optimizers/test_skipped_windows.py::test_a_window_without_a_step_leaves_nothing_to_the_next[steps nothing]",
+    ),
 )

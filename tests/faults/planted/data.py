@@ -427,7 +427,7 @@ DATA = (
         "a rank that stops alone, not compared",
         "trainer/agreed_stop.py",
         "            if validates or trainer.should_stop or epoch.batch_progress.is_last_batch:\n",
-        "            if validates or epoch.batch_progress.is_last_batch:\n",
+        "            if False:\n",
         "tests/trainer/processes/test_agreed_stop.py::test_a_rank_that_stops_alone_is_refused_on_all[on_train_batch_end-groups]",
     ),
     fault(
@@ -442,13 +442,6 @@ DATA = (
         "data/loaders/replace_sampler.py",
         "        found.seeds = seed, coordinates.dp_rank, int(training)\n",
         "        pass\n",
-        "tests/data/loaders/test_drawn.py::test_ranks_of_a_sequence_draw_one_window",
-    ),
-    fault(
-        "the same draws for each batch",
-        "data/loaders/lazy_loader.py",
-        "            number += 1\n",
-        "            number += 0\n",
         "tests/data/loaders/test_drawn.py::test_ranks_of_a_sequence_draw_one_window",
     ),
     fault(

@@ -230,6 +230,8 @@ CASES: dict[str, Case] = {
     "norm of all": lambda x, ids, mask, w: torch.linalg.vector_norm(x),
     "var": lambda x, ids, mask, w: x.var(1),
     "std of all": lambda x, ids, mask, w: x.std(),
+    "std of zeros": lambda x, ids, mask, w: (x * 0).std(1) + x.mean(1),
+    "norms of zeros": lambda x, ids, mask, w: torch.linalg.vector_norm(x * 0, dim=1) + (x * 0).norm(2, 1) + x.mean(1),
     "softmax over the sequence": lambda x, ids, mask, w: x.softmax(1),
     "log_softmax over the sequence": lambda x, ids, mask, w: x.log_softmax(dim=1),
     "attention pooling": pooled,

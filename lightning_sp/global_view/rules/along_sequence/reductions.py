@@ -169,7 +169,10 @@ def variance(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Ten
     correction = call.kwargs.get("correction", int(unbiased))
     squares = (x.local - mean(x, dims, True)).square()
     result: Tensor = total(SequenceTensor(squares, x.placement), dims, keeps) / (_count(x, dims) - correction)
-    return result.sqrt() if call.name == "std" else result
+    if call.name != "std":
+        return result
+    nothing = result == 0  # where torch's gradient is 0, and a root's is not finite
+    return result.masked_fill(nothing, 1).sqrt().masked_fill(nothing, 0)
 
 
 def any_all(x: SequenceTensor, dims: list[int], keeps: bool, call: Call) -> Tensor:

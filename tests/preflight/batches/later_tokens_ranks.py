@@ -12,15 +12,15 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_sp.errors import SequenceParallelError
 from tests.trainer.tiny import VOCAB, Plain, _full, plain_trainer, quiet_trainer, tiny_llama
 
-# The third batch is tried anew.
-MARK, LENGTH, LATER = VOCAB - 1, 32, 6
+# The batch behind three steps is tried anew.
+MARK, LENGTH, LATER = VOCAB - 1, 32, 8
 
 
 class Rows(Dataset):
     """Rows without the mark and without neighbours that are alike, and later ones with both; sessions of which there is one at first."""
 
     def __len__(self) -> int:
-        return 2 * LATER
+        return LATER + 4
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         g = torch.Generator().manual_seed(index)

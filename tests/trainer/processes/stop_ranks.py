@@ -56,7 +56,8 @@ def fit(world: int, where: str, ranks: tuple[int, ...], strategy: Any, options: 
     trainer = quiet_trainer(world, strategy=strategy, **options) if strategy is not None else plain_trainer(**options)
     rows, size = TokenDataset(BATCHES * 2), 2 // (strategy or {}).get("data_parallel_size", 1)
     try:
-        trainer.fit(module, DataLoader(rows, batch_size=size), DataLoader(rows, batch_size=size))
+        validated = DataLoader(rows, batch_size=size) if where == "on_validation_end" else None
+        trainer.fit(module, DataLoader(rows, batch_size=size), validated)
     except SequenceParallelError as error:
         return str(error), trainer.global_step
     return "", trainer.global_step

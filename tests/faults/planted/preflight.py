@@ -1087,6 +1087,6 @@ PREFLIGHT = (
         "preflight/crops/compared_tokens.py",
         "            if rare or found.neighbours:\n",
         "            if not (rare or found.neighbours):\n",
-        "tests/preflight/batches/test_later_tokens.py::test_a_step_that_reads_tokens_of_later_batches_trains_as_one_device[sessions]",
+        "tests/preflight/batches/test_later_tokens.py::test_a_step_that_reads_tokens_of_later_batches_trains_as_one_device[behind the mark]",
     ),
 )

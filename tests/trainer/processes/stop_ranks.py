@@ -26,7 +26,11 @@ class Stops(Plain):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.stop("training_step", batch_idx)
-        return super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        self.log(
+            "of_epoch", loss.detach(), on_step=False, on_epoch=True, sync_dist=True
+        )  # ranks meet at an epoch's end
+        return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.stop("on_train_batch_end", batch_idx)

@@ -181,7 +181,9 @@ def confirm(contestant: Contestant, world: int, vocabulary: int, tokens: int, bu
     """Print what one step at 90% of a predicted length really takes."""
     unit = 64 * world
     length = int(0.9 * tokens) // unit * unit
-    (found,) = measure(contestant, world, vocabulary, (length,), budget)
+    # One that chooses by what it has measured has a short step before it.
+    before = (contestant.lengths[0] * world // 2,) if contestant.budgeted else ()
+    found = measure(contestant, world, vocabulary, (*before, length), budget)[-1]
     needed = (found["stays"] + found["step"]) / GIB
     print(
         f"confirmed: {contestant.name} trained {length:,} tokens, 90% of {tokens:,}, in {needed:.2f} of {budget:g} GiB, {found['seconds']:.0f} s"

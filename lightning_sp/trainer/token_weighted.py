@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.context.step import Step
 from lightning_sp.loss.token_weighting import TokenWindow, counts_in, scale_gradients
+from lightning_sp.parallelize import drop_accumulated
 from lightning_sp.trainer.loops import begins_window
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
@@ -32,6 +33,7 @@ class TokenWeightedStrategy(ShardedModelStrategy):
         loss = self._of_counted_groups(loss, step)
         if begins_window(self._module.trainer):
             self._window.begin()
+            drop_accumulated(self._module)
         return self._window.weigh(loss, counts_in(loss, step)) if self._accumulate > 1 else loss
 
     def _of_counted_groups(self, loss: Tensor, step: Step | None) -> Tensor:

@@ -1,6 +1,6 @@
 """FSDP2 over every rank, and what it is given so that any model's step may run on it: its units, gradients, outputs and collectives."""
 
-from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward
+from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward, drop_accumulated
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
 from lightning_sp.parallelize.fsdp.dtensor.behind_runs import watch_behind_runs
@@ -38,6 +38,7 @@ __all__ = [
     "check_added",
     "check_layout",
     "check_unsharded",
+    "drop_accumulated",
     "failing_together",
     "freed_behind_run",
     "gathered",

@@ -45,12 +45,22 @@ def abandon_forward(root: nn.Module) -> None:
         group.reshard()
 
 
-def _drop_gradients(group: Any) -> None:
-    """Drop what a backward without an end has not reduced, and what it holds for that."""
+def drop_accumulated(root: nn.Module) -> None:
+    """Drop the gradients of whole weights that a window of micro-batches without a step has left: `zero_grad` knows those of shards alone."""
+    for group in parameter_groups(fsdp_modules(root)):
+        _drop_whole(group)
+
+
+def _drop_whole(group: Any) -> None:
     for each in group.fsdp_params:
         each.unsharded_accumulated_grad = None
         if hasattr(each, "_unsharded_param"):
             each._unsharded_param.grad = None
+
+
+def _drop_gradients(group: Any) -> None:
+    """Drop what a backward without an end has not reduced, and what it holds for that."""
+    _drop_whole(group)
     group.finalize_backward()
     group._partial_reduce_output = None
     # A list from torch 2.13 on.

@@ -448,7 +448,7 @@ DATA = (
         "a window of accumulation that no step has ended, in the next one's weights",
         "trainer/token_weighted.py",
         "        if begins_window(self._module.trainer):\n            self._window.begin()\n",
-        "",
-        "tests/trainer/optimizers/test_skipped_windows.py::test_a_window_without_a_step_leaves_nothing_to_the_next[steps nothing]",
+        "        if begins_window(self._module.trainer):\n",
+        "tests/trainer/optimizers/test_skipped_windows.py::test_a_window_without_a_step_leaves_nothing_to_the_next[steps nothing-False]",
     ),
 )

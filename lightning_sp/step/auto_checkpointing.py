@@ -19,9 +19,10 @@ from lightning_sp.config import StrategyConfig
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.output_head.chunked_head import chunk_bytes
+from lightning_sp.loss.output_head.deferred_heads import defers_logits
 from lightning_sp.parallelize import BlockCheckpoints, block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import budget_bytes
-from lightning_sp.parallelize.memory.memory_prediction import GIB, Moment, cheapest_policy, moments
+from lightning_sp.parallelize.memory.memory_prediction import GIB, Moment, StepBytes, cheapest_policy, moments
 from lightning_sp.parallelize.memory.model_bytes import model_bytes, step_of_shapes, vocabulary_of
 from lightning_sp.step.runner import StepRunner
 
@@ -47,7 +48,7 @@ class AutoCheckpointing:
         Communicates: then one all_reduce of 352 bytes on the host, of 304 where blocks are compiled.
 
         Raises:
-            SequenceParallelError: the user's budget is smaller than every predicted peak.
+            SequenceParallelError: the user's budget is smaller than every peak that is predicted of a measured step.
         """
         module, device, given = runner.module, runner.device, self._budget_gib
         trainer: Any = module.trainer
@@ -67,7 +68,7 @@ class AutoCheckpointing:
         words = vocabulary_of(module, checkpoints.blocks)
         loss = chunk_bytes(words, self._config.loss_chunk_tokens, batch.local_tokens, device)
         model = replace(model, loss=loss)
-        step = measured or step_of_shapes(module, checkpoints.blocks, trainer.precision, checkpoints.tiles)
+        step = measured or self._estimated(module, checkpoints)
         step = step.offering(tiles=checkpoints.can_tile(runner.context.global_view), horizon=checkpoints.horizon)
         budget = budget_bytes(device, ranks_on_machine) if given == "auto" else int(given * GIB)
         candidates = checkpoints.candidates
@@ -82,7 +83,7 @@ class AutoCheckpointing:
         self.longest = max(0, *hold)
         policy = cheapest_policy(candidates, peaks, budget)
         if policy is None:
-            self._nothing_fits(peaks, budget, tokens, checkpoints)
+            self._nothing_fits(peaks, budget, tokens, checkpoints, estimated=measured is None)
             policy = candidates[peaks.index(min(peaks))]
         chosen, before = candidates.index(policy), checkpoints.policy
         self.most_tokens = max(tokens, hold[chosen])
@@ -96,7 +97,15 @@ class AutoCheckpointing:
                 f"{peaks[chosen] / GIB:.2f} GiB, {peaks[0] / GIB:.2f} without, of a budget of {budget / GIB:.2f}"
             )
 
-    def _nothing_fits(self, peaks: Sequence[int], budget: int, tokens: int, checkpoints: BlockCheckpoints) -> None:
+    def _estimated(self, module: Any, checkpoints: BlockCheckpoints) -> StepBytes:
+        # A loss of a head's logits makes a chunk of them at a time, which is counted by itself.
+        in_chunks = self._config.loss_chunk_tokens is not None and defers_logits(module)
+        precision, tiles = module.trainer.precision, checkpoints.tiles
+        return step_of_shapes(module, checkpoints.blocks, precision, tiles, logits=not in_chunks)
+
+    def _nothing_fits(
+        self, peaks: Sequence[int], budget: int, tokens: int, checkpoints: BlockCheckpoints, *, estimated: bool
+    ) -> None:
         least = min(peaks)
         options = checkpoints.as_options(checkpoints.candidates[peaks.index(least)])
         message = (
@@ -106,6 +115,10 @@ class AutoCheckpointing:
             "more ranks (sequence_parallel_size), shard parameters over more (shard_size), exchange heads in stages (ulysses_stages), or "
             "take shorter sequences or fewer rows"
         )
-        if self._budget_gib != "auto":
+        if estimated:
+            # Of a step of which no number is known a user may know better.
+            rank_zero_warn(f"{message}. It is estimated by the shapes of parameters alone: no step was measured")
+        elif self._budget_gib != "auto":
             raise SequenceParallelError(message)
-        rank_zero_warn(message)
+        else:
+            rank_zero_warn(message)

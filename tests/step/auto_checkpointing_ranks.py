@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_sp.config import StrategyConfig
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
@@ -19,6 +21,7 @@ from lightning_sp.parallelize.memory.memory_budget import used_bytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, bytes_per_token, cast_bytes, cheapest_policy
 from lightning_sp.parallelize.memory.model_bytes import step_of_shapes
 from lightning_sp.step import auto_checkpointing, prepare
+from lightning_sp.step.auto_checkpointing import AutoCheckpointing
 from tests.instruments.told import told
 from tests.trainer.tiny import VOCAB, Plain, quiet_trainer
 
@@ -121,6 +124,7 @@ def budgeted(
     answer: dict[str, Any] = {"error": ""}
     compiling = patch.object(prepare, "COMPILE_BACKEND", backend)
     with told() as lines, machine_of(machine_mib), budget_between(between, first), compiling:
+        warnings.simplefilter("always")
         try:
             trainer.fit(module, DataLoader(Rows(lengths), batch_size=1))
         except SequenceParallelError as error:
@@ -130,6 +134,7 @@ def budgeted(
         checkpoints.activations.step,
         step_of_shapes(module, checkpoints.blocks, precision, checkpoints.tiles),
     )
+    estimated = AutoCheckpointing(StrategyConfig())._estimated(module, checkpoints)
     answer |= {
         "losses": module.losses,
         "grads": module.raw_grads,
@@ -145,6 +150,7 @@ def budgeted(
             for a, b in zip(step.blocks, shapes.blocks, strict=True)
             if a and b
         ],
+        "estimated_outside": (shapes.outside, estimated.outside),
         "measured": step and (step.tokens, [bytes_per_token(policy, step) for policy in CANDIDATES]),
     }
     return answer

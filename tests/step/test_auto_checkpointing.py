@@ -10,6 +10,7 @@ import torch
 
 from lightning_sp.testing import RankPool, assert_sharded_equals_unsharded
 from tests.step import auto_checkpointing_ranks as ranks
+from tests.trainer.tiny import VOCAB
 
 NONE, SELECTIVE, EVERY_2 = ["none"] * 8, ["selective"] * 8, ["selective", "none"] * 4
 LAYOUT = dict(ulysses_size=2)
@@ -26,6 +27,7 @@ def answers():
         dict(lengths=[512, 2048], strategy=LAYOUT, machine_mib=110),
         dict(lengths=[512, 2048], strategy=dict(**off, activation_checkpointing="none")),
         dict(lengths=[256], strategy=dict(**LAYOUT, memory_budget_gib=0.01)),
+        dict(lengths=[256], strategy=dict(**off, memory_budget_gib=0.01)),
     ]
     # Processes of its own: memory that tests before have freed is resident, and comes and goes between two looks.
     with RankPool(2) as pool:
@@ -42,7 +44,7 @@ def test_a_step_that_fits_keeps_all_and_says_nothing(answers):
 
 
 def test_a_longer_batch_recomputes_and_a_line_says_so(answers):
-    for number, (_, _, auto, plain, _) in enumerate(answers):
+    for number, (_, _, auto, plain, *_) in enumerate(answers):
         first, longer = auto["of_blocks"]
         # The cheapest that fits beside what the tests before have left in the process.
         assert first == NONE, auto["told"]
@@ -161,6 +163,20 @@ def test_a_given_budget_that_nothing_fits_is_refused_on_all_ranks_alike(answers)
     assert fit
     assert int(fit[1]) < 128
     assert "sequence_parallel_size" in answers[0][4]["error"]
+
+
+def test_what_is_only_estimated_refuses_no_budget(answers):
+    for number, rank in enumerate(answers):
+        estimated = rank[5]
+        assert estimated["error"] == ""
+        assert len(estimated["losses"]) == 1
+        said = [line for line in estimated["told"] if "estimated by the shapes of parameters alone" in line]
+        assert len(said) == (number == 0)
+
+
+def test_an_estimate_has_no_logits_where_the_loss_makes_them_in_chunks(answers):
+    for rank in answers:
+        assert rank[5]["estimated_outside"] == (3 * 4 * VOCAB, 0)
 
 
 @pytest.mark.slow

@@ -118,6 +118,11 @@ class DeferredHeads(AbstractContextManager[None]):
                     call.keep()
 
 
+def defers_logits(root: nn.Module) -> bool:
+    """Return whether a model has an output head whose logits wait for what is asked of them."""
+    return any(True for _ in _output_heads(root))
+
+
 def _put_back(head: nn.Linear, before: Any) -> None:
     del head.forward
     if before is not None:

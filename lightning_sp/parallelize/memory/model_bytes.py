@@ -84,7 +84,12 @@ def _gradient_bytes(parameter: Any) -> int:
 
 
 def step_of_shapes(
-    module: nn.Module, blocks: Sequence[nn.Module], precision: str, tiles: MlpTiles | None = None
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    precision: str,
+    tiles: MlpTiles | None = None,
+    *,
+    logits: bool = True,
 ) -> StepBytes:
     """Return what one token leaves, by the shapes of parameters alone, and the Trainer's precision: under "bf16-mixed" products are halved.
 
@@ -93,13 +98,14 @@ def step_of_shapes(
         blocks: of it.
         precision: of the Trainer.
         tiles: of the blocks' MLPs; None where none can run in tiles.
+        logits: whether the loss has all logits at a time.
     """
     widths = [sum(sum(gathered_shape(each)[-2:]) for each in block.parameters() if each.dim() > 1) for block in blocks]
     element: float = max((each.element_size() for each in module.parameters() if each.is_floating_point()), default=4)
     if element == _HALF or "mixed" in precision:
         element = _HALF_AND_WHOLE
     mlps = [(0, 0)] * len(blocks) if tiles is None else tiles.widths()
-    return estimated_step(widths, vocabulary_of(module, blocks), element, mlps)
+    return estimated_step(widths, vocabulary_of(module, blocks) if logits else 0, element, mlps)
 
 
 def vocabulary_of(module: nn.Module, blocks: Sequence[nn.Module]) -> int:

@@ -20,7 +20,23 @@ STAGED_LAW = f"{STAGED}::test_every_gradient_is_that_of_one_process"
 IN_BACKWARD = "tests/trainer/optimizers/test_optimizer_in_backward.py"
 IN_BACKWARD_LAW = f"{IN_BACKWARD}::test_a_fit_is_to_the_bit_that_of_steps_behind_the_backward[2]"
 
+AUTO = "tests/step/test_auto_checkpointing.py"
+
 MEMORY = (
+    fault(
+        "a budget that is refused by an estimate",
+        "step/auto_checkpointing.py",
+        "        if estimated:\n",
+        "        if False:\n",
+        f"{AUTO}::test_what_is_only_estimated_refuses_no_budget",
+    ),
+    fault(
+        "an estimate with all logits of a loss in chunks",
+        "step/auto_checkpointing.py",
+        "tiles, logits=not in_chunks)",
+        "tiles)",
+        f"{AUTO}::test_an_estimate_has_no_logits_where_the_loss_makes_them_in_chunks",
+    ),
     fault(
         "a graph for each block, whose number is guarded",
         "parallelize/activation_checkpointing.py",

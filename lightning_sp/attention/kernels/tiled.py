@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_sp.attention.spec.accumulator import accumulator_dtype
 from lightning_sp.attention.spec.positions import ScorePositions
 from lightning_sp.attention.spec.scores import SCORE_TILE, ScoreGradients, Scores
+from lightning_sp.devices import makes_host_wait
 
 
 class TiledKernel:
@@ -108,7 +109,8 @@ class TiledKernel:
             here = None if positions is None else positions.part(queries=rows, keys=columns)
             hidden = None if here is None else self.scores.hidden(here)
             # A tile of which nothing is visible adds nothing to any sum: the blocks of documents that a function parts are most of a sequence.
-            if hidden is None or not bool(hidden.all()):
+            # A device is not asked: the host would wait for each tile.
+            if hidden is None or makes_host_wait(hidden) or not bool(hidden.all()):
                 yield columns, here, hidden
 
     def _scores(

@@ -6,11 +6,12 @@ join what they find into one map of the whole attention, from which each knows w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -22,6 +23,7 @@ from lightning_sp.attention.spec.codec import Code, hides_by_matrix_or_function
 from lightning_sp.attention.spec.function_contents import Contents, UnknownContentsError
 from lightning_sp.attention.spec.positions import ScorePositions, global_positions
 from lightning_sp.attention.spec.scores import SCORE_TILE, Scores
+from lightning_sp.devices import copies_on, makes_host_wait
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import Range
 
@@ -109,53 +111,86 @@ def search_once(*, is_on: bool) -> None:
 def _searched(
     scores: Scores, plan: Plan, rank: int, heads: Range, like: Tensor, groups: tuple[ProcessGroup | None, ProcessGroup | None]
 ) -> Tensor:  # fmt: skip
-    found = torch.zeros(SIDE, SIDE, dtype=torch.uint8)
+    device, known = like.device, torch.zeros(SIDE, SIDE, dtype=torch.uint8)
+    (found,) = copies_on([known], device)  # on a CPU the same numbers: what is found there is looked at no more
     error: Exception | None = None
     try:
         at_once = plan.all_gather(rank)
-        queries = global_positions(plan.layout.ring_chunks(plan.length, rank), like.device)
-        positions = ScorePositions((0, like.shape[0]), heads, queries, global_positions(at_once.keys, like.device))
-        for block in at_once.blocks:
-            part = positions.part(row=block.row, queries=slice(*block.queries), keys=slice(*block.keys))
-            _look(scores, part, (block_size(plan.length), block_size(plan.key_length)), found)
+        queries = _Side.of(plan.layout.ring_chunks(plan.length, rank), plan.length, device)
+        keys = _Side.of(at_once.keys, plan.key_length, device)
+        for stride in (SAMPLE, 1):
+            for block in at_once.blocks:
+                rows = (0, like.shape[0]) if block.row is None else (block.row, block.row + 1)
+                part = queries.part(slice(*block.queries)), keys.part(slice(*block.keys))
+                _look(partial(_visible_blocks, scores, rows, heads), *part, stride, known, found)
+            if stride > 1:
+                known = found.cpu()  # for which the host waits once
     except Exception as raised:  # whatever a user's function may raise: the others wait for this rank's part
         error = raised
         found.fill_(_FAILED)
     ring, ulysses = groups
-    found = found if ring is None else comm.largest(found.to(like.device), ring).cpu()
-    failed = found.max()
-    failed = failed if ulysses is None else comm.largest(failed.to(like.device), ulysses).cpu()
+    found = found if ring is None else comm.largest(found, ring)
+    failed = found.max() if ulysses is None else comm.largest(found.max(), ulysses)
+    answer = torch.cat([found.flatten(), failed.view(1)]).cpu()
     if error is not None:
         raise error
-    if int(failed) == _FAILED:
+    if int(answer[-1]) == _FAILED:
         raise SequenceParallelError(
             "the attention's mask_mod or dense mask failed on another rank of the sequence, which says why: it is asked for positions in the "
             f"whole sequence, here {plan.length} queries and {plan.key_length} keys, padding included"
         )
-    return found
+    return answer[:-1].view(SIDE, SIDE)
 
 
-def _look(scores: Scores, part: ScorePositions, sizes: tuple[int, int], found: Tensor) -> None:
-    """Add the blocks of a part of the attention in which something is visible.
+class _Side(NamedTuple):
+    """Positions of a side of the attention, on the host and on the device, and their blocks there. Shapes: (S,) each, int64."""
+
+    host: Tensor
+    here: Tensor
+    host_blocks: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, chunks: Sequence[Range], length: int, device: torch.device) -> _Side:
+        """Return those of some ranges of a sequence."""
+        positions = global_positions(chunks, torch.device("cpu"))
+        blocks = positions // block_size(length)
+        here, blocks_here = copies_on([positions, blocks], device)
+        return cls(positions, here, blocks, blocks_here)
+
+    def part(self, tokens: slice) -> _Side:
+        return _Side(*(each[tokens] for each in self))
+
+    def sample(self, stride: int) -> _Side:
+        """Return every `stride`-th, and the last."""
+        return _Side(*(torch.cat([each[:-1:stride], each[-1:]]) for each in self))
+
+    def tiles(self) -> list[_Side]:
+        return [_Side(*each) for each in zip(*(torch.split(t, SCORE_TILE) for t in self), strict=True)]
+
+
+def _look(
+    visible_blocks: Callable[[_Side, _Side], Tensor], queries: _Side, keys: _Side, stride: int, known: Tensor, found: Tensor
+) -> None:  # fmt: skip
+    """Add to `found` the blocks of a part of the attention in which something is visible, but for those that are known.
 
     A sample says so of most; only what it does not find is looked at whole, a kernel's tile at a time, be there many blocks in it. The last
     positions are in the sample: a tensor of a function's that is too short is found out here, where all ranks hear of it.
     """
-    is_short = max(part.queries.numel(), part.keys.numel()) <= SCORE_TILE
-    for stride in (1,) if is_short else (SAMPLE, 1):
-        queries, keys = (torch.cat([p[:-1:stride], p[-1:]]) for p in (part.queries, part.keys))
-        for own, run in product(*(torch.split(p, SCORE_TILE) for p in (queries, keys))):
-            rows, columns = own.cpu() // sizes[0], run.cpu() // sizes[1]
-            if not bool(found[torch.unique(rows)][:, torch.unique(columns)].all()):
-                found |= _visible_blocks(scores, ScorePositions(part.rows, part.heads, own, run), rows, columns)
+    if stride > 1 and max(queries.host.numel(), keys.host.numel()) <= SCORE_TILE:
+        return  # short: looked at whole at once
+    for own, run in product(queries.sample(stride).tiles(), keys.sample(stride).tiles()):
+        if not bool(known[torch.unique(own.host_blocks)][:, torch.unique(run.host_blocks)].all()):
+            found |= visible_blocks(own, run)
 
 
-def _visible_blocks(scores: Scores, tile: ScorePositions, rows: Tensor, columns: Tensor) -> Tensor:
-    """Return the blocks of a tile of which some row and head sees something. Shapes: rows (Sq,), columns (Sk,) -> (SIDE, SIDE)."""
-    hidden = scores.hidden(tile)
-    if hidden is not None and bool(hidden.all()):  # what the sample has left mostly is
+def _visible_blocks(scores: Scores, rows: Range, heads: Range, queries: _Side, keys: _Side) -> Tensor:
+    """Return the blocks of a tile of which some row and head sees something. Shapes: () -> (SIDE, SIDE), uint8 on the device."""
+    hidden = scores.hidden(ScorePositions(rows, heads, queries.here, keys.here))
+    if hidden is not None and not makes_host_wait(hidden) and bool(hidden.all()):  # what the sample has left mostly is
         return torch.zeros(SIDE, SIDE, dtype=torch.uint8)
-    shape = (rows.numel(), columns.numel())
-    visible = torch.ones(shape) if hidden is None else (~hidden).flatten(0, 1).any(0).expand(shape).cpu().float()
-    of_rows, of_columns = (F.one_hot(blocks, SIDE).float() for blocks in (rows, columns))
-    return (of_rows.T @ visible @ of_columns > 0).to(torch.uint8)
+    shape = (queries.here.numel(), keys.here.numel())
+    seen = torch.ones(shape, device=queries.here.device) if hidden is None else (~hidden).flatten(0, 1).any(0)
+    blocks = torch.arange(SIDE, device=queries.here.device)
+    of_rows, of_columns = ((side.blocks[:, None] == blocks).float() for side in (queries, keys))
+    return (of_rows.T @ seen.expand(shape).float() @ of_columns > 0).to(torch.uint8)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_sp.attention.spec.block_mask import BlockTable
 from lightning_sp.attention.spec.function_contents import Contents, UnknownContentsError
 from lightning_sp.attention.spec.positions import ScorePositions
+from lightning_sp.devices import makes_host_wait
 from lightning_sp.errors import SequenceParallelError
 
 _numbers = itertools.count(1)
@@ -104,7 +105,7 @@ class MaskMod:
         if self.table is None:
             return self._answers(positions)
         asked, whole = self.table.at_positions(positions)
-        if not bool(asked.any()):
+        if not makes_host_wait(asked) and not bool(asked.any()):
             return whole
         # The function's own tensors may end where the table does.
         return (asked & self._answers(self.table.inside(positions))) | whole

@@ -20,6 +20,7 @@ from lightning_sp.attention.spec.dropout import AttentionDropout
 from lightning_sp.attention.spec.function_contents import Contents
 from lightning_sp.attention.spec.positions import ScorePositions, rows_or_heads_slice
 from lightning_sp.attention.spec.score_mod import MaskMod, ScoreMod
+from lightning_sp.devices import makes_host_wait
 
 # Queries and keys of a tile: as many scores a head are in memory at once.
 SCORE_TILE = 512
@@ -168,7 +169,7 @@ def _tile_of(whole: Tensor, positions: ScorePositions, beyond: float | bool) -> 
     queries, keys = _inside(whole, positions)
     queries_there, keys_there = queries < whole.shape[2], keys < whole.shape[3]
     tile = part[:, :, queries.clamp(max=whole.shape[2] - 1)[:, None], keys.clamp(max=whole.shape[3] - 1)]
-    if bool(queries_there.all()) and bool(keys_there.all()):
+    if not makes_host_wait(tile) and bool(queries_there.all()) and bool(keys_there.all()):
         return tile
     return tile.masked_fill(~(queries_there[:, None] & keys_there), beyond)
 
@@ -177,17 +178,19 @@ def _add(whole: Tensor, tile: Tensor, positions: ScorePositions) -> None:
     """Add a tile's gradient to that of the whole, summed over what was broadcast; the mirror of `_tile_of`."""
     queries, keys = _inside(whole, positions)
     there_q, there_k = queries < whole.shape[2], keys < whole.shape[3]
-    if whole.shape[2] == 1:
-        tile = tile.sum(2, keepdim=True)
-    else:
-        tile, queries = tile[:, :, there_q], queries[there_q]
-    tile, keys = tile[..., there_k], keys[there_k]
-    for dim in (0, 1):
+    for dim in (0, 1, 2):
         if whole.shape[dim] == 1:
             tile = tile.sum(dim, keepdim=True)
-    part = _of_heads(whole, positions)
+    part, tile = _of_heads(whole, positions), tile.to(whole.dtype)
+    if makes_host_wait(tile):
+        # How many there are the host would wait for: what is beyond adds zeros to the last.
+        tile = tile.masked_fill(~(there_q[:, None] & there_k), 0.0)
+        queries, keys = queries.clamp(max=whole.shape[2] - 1), keys.clamp(max=whole.shape[3] - 1)
+        torch.ops.aten.index_put_(part, [None, None, queries[:, None], keys], tile, accumulate=True)
+        return
+    queries, keys = queries[there_q], keys[there_k]
     # No position comes twice within a tile.
-    part[:, :, queries[:, None], keys] += tile.to(whole.dtype)
+    part[:, :, queries[:, None], keys] += tile[:, :, there_q][..., there_k]
 
 
 def _inside(whole: Tensor, positions: ScorePositions) -> tuple[Tensor, Tensor]:

@@ -43,9 +43,16 @@ SCORES = (
     fault(
         "gradient of a bias from its last tile alone",
         "attention/spec/scores.py",
-        "part[:, :, queries[:, None], keys] += tile.to(whole.dtype)",
-        "part[:, :, queries[:, None], keys] = tile.to(whole.dtype)",
+        "part[:, :, queries[:, None], keys] += tile[:, :, there_q][..., there_k]",
+        "part[:, :, queries[:, None], keys] = tile[:, :, there_q][..., there_k]",
         f"{LAW}[32-4]",
+    ),
+    fault(
+        "a bias's gradient with that of padding, where the host does not ask a device",
+        "attention/spec/scores.py",
+        "tile = tile.masked_fill(~(there_q[:, None] & there_k), 0.0)",
+        "tile = tile.clone()",
+        "tests/attention/kernels/test_device_waits.py::test_what_a_device_computes_without_asking_is_the_same[matrix]",
     ),
     fault(
         "blocks of which something is hidden not sent",

@@ -31,7 +31,7 @@ from lightning_sp.data.batch.collective_shard import collective_shard
 from lightning_sp.data.batch.contents.without_sequence import describe_whole
 from lightning_sp.data.batch.to_device import to_device
 from lightning_sp.data.loaders.same_samples import same_samples
-from lightning_sp.parallelize import abandon_forward, check_added, check_optimized
+from lightning_sp.parallelize import check_added, check_optimized
 from lightning_sp.preflight.tried_steps import TriedSteps
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.auto_checkpointing import AutoCheckpointing
@@ -124,6 +124,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
     @override
     def setup_environment(self) -> None:
         Strategy.setup_environment(self)
+        self._is_laid_out = False
         check_precision(str(self.precision_plugin.precision))
         check_trainer_features(self._module.trainer, self._module, self.config)
         self._averages.defer(self._module.trainer)
@@ -143,17 +144,10 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
-        self.accelerator.setup(trainer)
-        self._prepare_trainer(trainer)
-        abandon_forward(self._module)
-        self._averages.note_dtypes(self._module)
+        self._lay_out(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         # Batches of a test have the names of the fit before it, which the preflight has compared.
-        anew = fitting or self._prepared is not self._module
-        if self._prepared is not self._module:
-            self._prepare(self._module)
-        self._averages.copy(self._module, trainer)
+        anew = fitting or self._is_new
         self._show(whole=self._views.sees_whole(loops.evaluated_step(trainer)), anew=anew)
         self._follow_hooks(trainer)
         self.barrier()
@@ -168,8 +162,11 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self.setup_precision_plugin()
         self._run.start(trainer, self.sequence_mesh, self._groups.world, fitting=fitting)
 
-    def _prepare(self, module: LightningModule) -> None:
-        """Split the degrees by the model's heads, and lay it out over the ranks: once for a model."""
+    @override
+    def _prepare(self, module: LightningModule) -> bool:
+        """Split the degrees by the model's heads, and lay it out over the ranks, once for a model; return whether this was it."""
+        if self._prepared is module:
+            return False
         self._mesh = attention_mesh(module, self.config, self.device_mesh, self.root_device, self.ranks_per_node)
         self._batch = None  # of another model, perhaps in another layout
         self._views = Views(whole=self.config.global_view is True)
@@ -179,6 +176,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         lay_out_model(module, self.config, self._mesh, self.root_device, self._groups.world)
         self._checkpointing = AutoCheckpointing(self.config)
         self._prepared = module
+        return True
 
     # ---- batch
 

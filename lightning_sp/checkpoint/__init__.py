@@ -1,6 +1,7 @@
 """Checkpoints: a DCP directory that is the same for every mesh, or one whole file; resumed on any degrees, exported for one process."""
 
 from lightning_sp.checkpoint.background import BackgroundSaves
+from lightning_sp.checkpoint.contents.check import check_optimizers, loads_by_own_rules
 from lightning_sp.checkpoint.contents.frozen import (
     EXCLUDED,
     exclude_frozen,
@@ -26,7 +27,7 @@ from lightning_sp.checkpoint.folders.folder import located
 from lightning_sp.checkpoint.folders.latest import latest_checkpoint
 from lightning_sp.checkpoint.folders.replace import recover, remnants, unfinished
 from lightning_sp.checkpoint.host_memory import available_bytes
-from lightning_sp.checkpoint.load import load_checkpoint
+from lightning_sp.checkpoint.load import check_adapted, load_checkpoint
 from lightning_sp.checkpoint.save import save_checkpoint
 from lightning_sp.checkpoint.staged_folder import staged_bytes
 
@@ -35,6 +36,8 @@ __all__ = [
     "Address",
     "BackgroundSaves",
     "available_bytes",
+    "check_adapted",
+    "check_optimizers",
     "derived_seed",
     "exclude_frozen",
     "exclude_quantized",
@@ -46,6 +49,7 @@ __all__ = [
     "load_checkpoint",
     "load_model_state",
     "load_optimizer_state",
+    "loads_by_own_rules",
     "located",
     "model_state",
     "note_built",

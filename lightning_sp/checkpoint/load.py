@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as empty_dtensor
-from torch.optim import Optimizer
 
 from lightning_sp import comm
 from lightning_sp.checkpoint.contents.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
@@ -46,9 +45,10 @@ from lightning_sp.weights.single_numbers import SINGLE_NUMBERS, is_single_number
 def load_checkpoint(
     path: Path | str,
     module: nn.Module,
-    optimizers: list[Optimizer] | None,
     *,
+    with_optimizers: bool,
     strict: bool = True,
+    adapted: bool = False,
     weights_only: bool = True,
     read: Callable[..., dict[str, Any]] | None = None,
     group: ProcessGroup | None = None,
@@ -58,8 +58,9 @@ def load_checkpoint(
     Args:
         path: a folder or file that `save_checkpoint` wrote, or a file of plain Lightning; equal on all ranks. An address is for `read`.
         module: the resharded module: its tensors say which part this rank reads.
-        optimizers: those that will take the stored state; None to read the model alone (evaluation).
+        with_optimizers: their state is read, too; else the model alone (evaluation).
         strict: refuse names that are only in the checkpoint or only in the model.
+        adapted: code of the user's changes the model's state before it is loaded: all of it is read, and nothing of it refused.
         weights_only: given to `torch.load` of a file; of a folder nothing but plain values is loaded.
         read: of the user's, on every rank, for what is no folder of ours.
         group: the world, on a backend for host objects.
@@ -73,8 +74,7 @@ def load_checkpoint(
         SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers.
     """
     error, checkpoint, metadata, contents = None, {}, None, None
-    if isinstance(path, Path):
-        _recover(path, group)
+    _recover(path, group)
     try:
         folder = _folder(path, read)
         if folder is None:
@@ -82,15 +82,14 @@ def load_checkpoint(
                 read_by(read, path, weights_only) if read is not None else read_file(local_path(path), weights_only)
             )
             checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
-            shapes = {name: tuple(t.shape) for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
+            shapes = _shapes(checkpoint["state_dict"])
         else:
             checkpoint, metadata, contents = read_folder(folder)
             shapes = stored_shapes(metadata)
-        tensors = {name: each for name, each in model_state(module).items() if isinstance(each, Tensor)}
-        own = {name: () if is_single_number(each) else tuple(each.shape) for name, each in tensors.items()}
-        check_model(path, {**shapes, **excluded_shapes(checkpoint)}, own, strict=strict)
-        if optimizers is not None:
-            check_optimizers(path, checkpoint, len(optimizers))
+        if not adapted:
+            check_model(path, {**shapes, **excluded_shapes(checkpoint)}, _shapes(model_state(module)), strict=strict)
+        if with_optimizers:
+            check_optimizers(path, checkpoint)
     except SequenceParallelError as refusal:
         error = str(refusal)
     except Exception as failure:  # of a store any, on this rank alone
@@ -98,9 +97,26 @@ def load_checkpoint(
     comm.agree(error, group)
     if metadata is not None and contents is not None:
         _check_files(contents, group)
-        checkpoint = _read_tensors(contents, checkpoint, metadata, module, optimizers, group)
+        checkpoint = _read_tensors(
+            contents, checkpoint, metadata, module, with_optimizers=with_optimizers, all_of_model=adapted, group=group
+        )
     include_frozen(path, checkpoint, module, group)
     return checkpoint
+
+
+def check_adapted(path: Path | str, checkpoint: Mapping[str, Any], module: nn.Module, *, strict: bool) -> None:
+    """Refuse a state that the user's code has left as no state of the resharded module. Equal on all ranks.
+
+    Raises:
+        SequenceParallelError: with counts and the first names.
+    """
+    state = by_user_name(checkpoint["state_dict"])
+    check_model(path, _shapes(state), _shapes(model_state(module)), strict=strict)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    tensors = {name: each for name, each in state.items() if isinstance(each, Tensor)}
+    return {name: () if is_single_number(each) else tuple(each.shape) for name, each in tensors.items()}
 
 
 def _folder(path: Path | str, read: Callable[..., Any] | None) -> Location | None:
@@ -110,8 +126,10 @@ def _folder(path: Path | str, read: Callable[..., Any] | None) -> Location | Non
     return None if path.is_file() or (read is not None and not is_folder_checkpoint(path)) else path
 
 
-def _recover(path: Path, group: ProcessGroup | None) -> None:
-    """Let rank 0 give the checkpoint the name that a save was stopped in replacing."""
+def _recover(path: Path | str, group: ProcessGroup | None) -> None:
+    """Let rank 0 give the checkpoint the name that a save was stopped in replacing, but in a store, which has no such."""
+    if isinstance(path, str):
+        return
     found = None
     if comm.rank_in(group or comm.world()) == 0:
         # Where it cannot, reading says on all ranks what is missing.
@@ -132,17 +150,25 @@ def _read_tensors(
     checkpoint: dict[str, Any],
     metadata: Metadata,
     module: nn.Module,
-    optimizers: list[Optimizer] | None,
+    *,
+    with_optimizers: bool,
+    all_of_model: bool,
     group: ProcessGroup | None,
 ) -> dict[str, Any]:
     stored = metadata.state_dict_metadata
+    # What is sharded in other entries has any shape: split as what tensor parallelism leaves whole.
+    shards = (each for each in module.parameters() if isinstance(each, DTensor))
+    like = next((each for each in shards if tensor_parallel_part(each)[1] is None), None)
+    own = model_state(module)
     state = {
-        name: _empty_like(value, stored[STATE_PREFIX + name])
-        for name, value in model_state(module).items()
-        if STATE_PREFIX + name in stored
+        name: _empty_like(own[name], stored[STATE_PREFIX + name])
+        if name in own
+        else _empty(stored[STATE_PREFIX + name], like)
+        for name in stored_shapes(metadata)
+        if name in own or all_of_model
     }
     wanted = {STATE_PREFIX + name: value for name, value in state.items()}
-    if optimizers is not None:
+    if with_optimizers:
         parameters = {user_name(name): parameter for name, parameter in module.named_parameters()}
         for optimizer_values in checkpoint["optimizer_states"]:
             for name, values in optimizer_values["state"].items():
@@ -150,9 +176,6 @@ def _read_tensors(
                     if is_stored_elsewhere(value) and name in parameters:
                         key = value[STORED_AS]
                         values[entry] = wanted[key] = _empty_like(parameters[name], stored[key])
-    # What is sharded in other entries has any shape: split as what tensor parallelism leaves whole.
-    shards = (each for each in module.parameters() if isinstance(each, DTensor))
-    like = next((each for each in shards if tensor_parallel_part(each)[1] is None), None)
     rest = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
     checkpoint.update(_with_sharded(rest, stored, like, wanted))
     with warnings.catch_warnings():
@@ -171,18 +194,21 @@ def _read_tensors(
 def _with_sharded(value: Any, stored: Mapping[str, Any], like: DTensor | None, wanted: dict[str, Any]) -> Any:
     """Return a checkpoint's entries with memory for the sharded tensors in them, split as the model's, and add it to what is read."""
     if is_stored_elsewhere(value) and (of := stored.get(value[STORED_AS])) is not None:
-        size, dtype = tuple(of.size), of.properties.dtype
-        if like is None:
-            empty = torch.empty(size, dtype=dtype)
-        else:
-            empty = empty_dtensor(*size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
-        wanted[value[STORED_AS]] = empty
+        wanted[value[STORED_AS]] = empty = _empty(of, like)
         return empty
     if isinstance(value, Mapping):
         return {key: _with_sharded(each, stored, like, wanted) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_with_sharded(each, stored, like, wanted) for each in value)
     return value
+
+
+def _empty(stored: Any, like: DTensor | None) -> Tensor:
+    """Return memory for a stored tensor of any shape, split as `like` where it has such a dimension, on every rank whole otherwise."""
+    size, dtype = tuple(stored.size), stored.properties.dtype
+    if like is None or any(each.is_shard() and each.dim >= len(size) for each in like.placements):  # type: ignore[attr-defined]
+        return torch.empty(size, dtype=dtype)
+    return empty_dtensor(*size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def _empty_like(target: Tensor, stored: Any) -> Tensor:

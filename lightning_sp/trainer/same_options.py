@@ -63,7 +63,9 @@ _OF_CALLBACKS: tuple[tuple[type[Any], tuple[str, ...]], ...] = (
 
 
 def check_same_options(trainer: Any, config: StrategyConfig, group: ProcessGroup | None) -> None:
-    """Refuse a run whose ranks were given other options. Every rank must call it.
+    """Refuse a run whose ranks were given other options, and where Lightning reads its checkpoint one that some ranks resume, and others begin.
+
+    Every rank must call it.
 
     Args:
         trainer: of the run, before its loops begin.
@@ -83,17 +85,11 @@ def check_same_options(trainer: Any, config: StrategyConfig, group: ProcessGroup
             f"ranks were given other options: {lines}: ranks would step, stop or save at other times, or by other "
             "numbers; make them of what is alike on all (not of a rank, a host or a clock)"
         )
+    _agree_on_resume(trainer, group)
 
 
-def agree_on_resume(trainer: Any, group: ProcessGroup | None) -> None:
-    """Let a run that some ranks resume, and others begin, be refused where Lightning reads the checkpoint. Every rank must call it.
-
-    Args:
-        trainer: of the run.
-        group: the world, on a backend for host objects.
-
-    Communicates: there, whether a path was given, once.
-    """
+def _agree_on_resume(trainer: Any, group: ProcessGroup | None) -> None:
+    """Let ranks agree on whether a path was given, in one gather, where Lightning reads the checkpoint."""
     connector = trainer._checkpoint_connector
     start = type(connector).resume_start
 

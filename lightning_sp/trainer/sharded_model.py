@@ -6,6 +6,7 @@ Owns initial weights, accumulation without communication, state dicts, checkpoin
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -15,6 +16,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,12 +25,15 @@ from typing_extensions import override
 
 from lightning_sp import comm
 from lightning_sp.checkpoint import (
+    check_adapted,
+    check_optimizers,
     exclude_frozen,
     exclude_quantized,
     is_built_noted,
     load_checkpoint,
     load_model_state,
     load_optimizer_state,
+    loads_by_own_rules,
     located,
     model_state,
     optimizer_state,
@@ -40,6 +45,7 @@ from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.parallelize import (
     MetaDevice,
+    abandon_forward,
     accumulating,
     recorded,
     reshard,
@@ -49,6 +55,7 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.trainer.checkpointing.asynchronous_checkpoints import AsynchronousCheckpoints
 from lightning_sp.trainer.features import given_checkpoint_io
+from lightning_sp.trainer.hooks.hook_reads import reader_of_paths
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.logged_numbers.agreed_numbers import watch_numbers
 from lightning_sp.trainer.loops import forbid_inference_mode
@@ -60,7 +67,6 @@ from lightning_sp.trainer.processes.preemption import save_when_preempted, set_e
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit
-from lightning_sp.trainer.same_options import agree_on_resume
 
 
 class ShardedModelStrategy(ProcessStrategy):
@@ -81,6 +87,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self._later = AsynchronousCheckpoints(config, self._log_once)
         self._in_backward: OptimizerInBackward | None = None
         self._after_saves: list[Callable[[Trainer], None]] = []
+        self._is_laid_out = self._is_new = False  # the model, for the run in progress; and for the first time
         self._device_mesh: DeviceMesh | None = None
         self._host_groups: comm.HostGroups | None = None
 
@@ -181,12 +188,27 @@ class ShardedModelStrategy(ProcessStrategy):
         with accumulating(self._module, whole=self.config.accumulates_whole):
             yield
 
-    # ---- state
+    @abstractmethod
+    def _prepare(self, module: LightningModule) -> bool:
+        """Lay a model over the ranks, once; return whether this was it."""
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
+    def _lay_out(self, trainer: Trainer) -> None:
+        """Lay the run's model over the ranks: where its checkpoint is read, which Lightning does before `setup`, else there.
+
+        Hooks from `configure_optimizers` on then find what was restored, as on one device.
+        """
+        if self._is_laid_out:
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        self._prepare_trainer(trainer)
+        abandon_forward(self._module)
+        self._averages.note_dtypes(self._module)
+        self._is_new = self._prepare(self._module)
+        self._averages.copy(self._module, trainer)
+        self._is_laid_out = True
+
+    # ---- state
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -221,14 +243,13 @@ class ShardedModelStrategy(ProcessStrategy):
         forbid_inference_mode(trainer)
         self._sigterm.follow(trainer, self._limit_when_told())
         save_when_preempted(trainer, self._sigterm)
-        self._later.follow(trainer, lambda: self._groups.world)
+        self._later.follow(trainer, lambda: self._groups.world, reader=reader_of_paths(trainer))
         watch_numbers(trainer, self._groups)
-        if self.world_size > 1:
-            agree_on_resume(trainer, self._groups.world)
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
+        restore_finetuning(trainer, self._module)
         step_whole_where_needed(self.optimizers, self._groups.world)
         if self.config.optimizer_in_backward:
             self._in_backward = step_in_backward(self.optimizers, self._module, self.root_device, self._groups.world)
@@ -246,11 +267,14 @@ class ShardedModelStrategy(ProcessStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        load_model_state(self._module, checkpoint["state_dict"], strict=strict)
+        module = self._module
+        if is_overridden("on_load_checkpoint", module) and not loads_by_own_rules(module):
+            check_adapted(str(module.trainer.ckpt_path), checkpoint, module, strict=strict)
+        load_model_state(module, checkpoint["state_dict"], strict=strict)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        restore_finetuning(self._module.trainer, self._module)
+        check_optimizers(str(self._module.trainer.ckpt_path), checkpoint, len(self.optimizers))
         for index, (optimizer, state) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"], strict=True)):
             load_optimizer_state(self._module, optimizer, state, index=index)
 
@@ -307,6 +331,7 @@ class ShardedModelStrategy(ProcessStrategy):
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         module, io = self._module, given_checkpoint_io(self)
+        self._lay_out(module.trainer)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         self._later.wait(self._groups.world)  # it may be the one to be loaded
         reshard(module)
@@ -316,8 +341,9 @@ class ShardedModelStrategy(ProcessStrategy):
         return load_checkpoint(
             path,
             module,
-            self.optimizers if fitting else None,
+            with_optimizers=fitting,
             strict=module.strict_loading,
+            adapted=is_overridden("on_load_checkpoint", module) or loads_by_own_rules(module),
             weights_only=weights_only is not False,
             read=None if io is None else io.load_checkpoint,
             group=self._groups.world,

@@ -216,17 +216,27 @@ def written_at_once(folder: str) -> list[bool]:
                     later = strategy._later.next_save(checkpoint, Path(path), trainer, ranks_per_node=ranks, group=None)
                     found.append(later is not None)
 
-    class Reads(ModelCheckpoint):
+    class ReadsItself(ModelCheckpoint):
         pass
 
-    for given in (
-        ModelCheckpoint(dirpath=folder, save_last="link"),
-        Reads(dirpath=folder),
-        ModelCheckpoint(dirpath=folder),
+    class Uploads(Asks):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            _upload(trainer)
+
+    for given, asks in (
+        (ModelCheckpoint(dirpath=folder, save_last="link"), Asks()),
+        (ReadsItself(dirpath=folder), Asks()),
+        (ModelCheckpoint(dirpath=folder), Asks()),
+        # On one rank alone, as a callback that uploads may be.
+        (ModelCheckpoint(dirpath=folder), Uploads() if dist.get_rank() == 1 else Asks()),
     ):
         found.append(given.save_last == "link")
-        fit(folder, [given, Asks()], steps=1)
+        fit(folder, [given, asks], steps=1)
     return found
+
+
+def _upload(trainer: Any) -> None:
+    assert trainer.checkpoint_callback.best_model_path == ""
 
 
 def kept(folder: str, **options: Any) -> list[str]:

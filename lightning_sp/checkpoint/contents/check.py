@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import shown
 
 STATE_PREFIX = "state_dict."
+# Whose modules load what they have saved.
+_LIBRARIES = ("torch", "lightning", "lightning_sp", "torchmetrics")
 
 
 def stored_shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
@@ -50,15 +53,25 @@ def check_model(path: Path | str, stored: Mapping[str, Any], own: Mapping[str, A
         )
 
 
-def check_optimizers(path: Path | str, checkpoint: Mapping[str, Any], count: int) -> None:
-    """Refuse a checkpoint without optimizers' state, or of another number of them."""
+def loads_by_own_rules(module: nn.Module) -> bool:
+    """Return whether code of the user's changes a state on its way into the module: another `load_state_dict`, or hooks of it."""
+    for each in module.modules():
+        hooks = (*each._load_state_dict_pre_hooks.values(), *each._load_state_dict_post_hooks.values())
+        methods = (type(each).load_state_dict, type(each)._load_from_state_dict)
+        if any(str(getattr(of, "__module__", "")).partition(".")[0] not in _LIBRARIES for of in (*hooks, *methods)):
+            return True
+    return False
+
+
+def check_optimizers(path: Path | str, checkpoint: Mapping[str, Any], count: int | None = None) -> None:
+    """Refuse a checkpoint without optimizers' state, or of another number of them than there are."""
     if "optimizer_states" not in checkpoint:
         raise SequenceParallelError(
             f"checkpoint {path} holds weights alone (save_weights_only=True), and fit(ckpt_path=...) needs the optimizers' state: give another "
             "checkpoint, or export it and load the weights into the model"
         )
     stored = len(checkpoint["optimizer_states"])
-    if stored != count:
+    if count is not None and stored != count:
         raise SequenceParallelError(
             f"checkpoint {path} holds the state of {stored} optimizers, configure_optimizers returned {count} in this run: return the same"
         )

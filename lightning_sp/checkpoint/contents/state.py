@@ -66,6 +66,8 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], *, strict: boo
     """Load sharded or whole tensors into the resharded module.
 
     A whole tensor must be the same on all ranks: each takes its own part of it, without communication.
+
+    Communicates: an all_gather of each tensor that is split otherwise than the module's.
     """
     module.load_state_dict(sharded_state(module, state), strict=strict)
 
@@ -186,7 +188,15 @@ def _name_of(parameter: Any, names: Mapping[int, str]) -> str:
 
 
 def sharded_like(value: Any, target: Any) -> Any:
-    """Split a whole tensor as `target` is split; return anything else as it is."""
+    """Split a whole tensor, or one that is split otherwise, as `target` is split; return anything else as it is.
+
+    Communicates: an all_gather of a tensor that is split otherwise.
+    """
+    if isinstance(value, DTensor) and isinstance(target, Tensor):
+        to = (target.device_mesh, target.placements) if isinstance(target, DTensor) else None
+        if (value.device_mesh, value.placements) == to or value.shape != target.shape:
+            return value
+        value = value.full_tensor()
     if not isinstance(value, Tensor) or isinstance(value, DTensor) or not isinstance(target, DTensor):
         return value
     if is_single_number(target) and not value.dim():

@@ -1,7 +1,7 @@
 """Which of a run's checkpoints are written while training goes on, and when the run waits for them.
 
 Those that a fit writes below the folder of Lightning's ModelCheckpoint, by whoever asks. What a user saves elsewhere is there when the call
-returns; so is what a class derived from ModelCheckpoint saves, which may read it.
+returns; so is what a class derived from ModelCheckpoint saves, which may read it, and all where a hook of the user's does.
 """
 
 from __future__ import annotations
@@ -37,9 +37,20 @@ class AsynchronousCheckpoints:
     def __init__(self, config: StrategyConfig, log: LogOnce) -> None:
         self._config, self._log = config, log
         self._saves = BackgroundSaves()
+        self._reader = ""
 
-    def follow(self, trainer: Trainer, group: Callable[[], ProcessGroup | None]) -> None:
-        """Have a fit's checkpoints complete before its last hooks."""
+    def follow(self, trainer: Trainer, group: Callable[[], ProcessGroup | None], *, reader: str) -> None:
+        """Have a fit's checkpoints complete before its last hooks. Every rank must call it.
+
+        Args:
+            trainer: of the run.
+            group: gives the world, on a backend for host objects.
+            reader: code of the user's on this rank that reads during a fit where they are; none if empty.
+
+        Communicates: the readers, once.
+        """
+        if trainer.state.fn == TrainerFn.FITTING and self._config.asynchronous_checkpoints:
+            self._reader = next(filter(None, comm.gather_objects(reader, group())), "")
         loop: Any = trainer.fit_loop
         loop.on_run_end = partial(self._end, partial(type(loop).on_run_end, loop), group)
 
@@ -86,6 +97,12 @@ class AsynchronousCheckpoints:
         if any(getattr(each, "save_last", None) == "link" for each in callbacks):
             self._log(
                 "checkpoints are written before training goes on, for save_last='link' links to what is there",
+                topic="later",
+            )
+            return False
+        if callbacks and self._reader:
+            self._log(
+                f"checkpoints are written before training goes on, for {self._reader}, and what is there is to be complete",
                 topic="later",
             )
             return False

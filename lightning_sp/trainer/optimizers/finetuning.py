@@ -1,7 +1,6 @@
 """`BaseFinetuning` on a resume: the parameter groups that a checkpoint's run had added are there before its optimizers' state is loaded.
 
-Lightning adds them in `on_fit_start`, after it has restored the callbacks. Of a model that is sharded first, callbacks are restored after that
-hook, so the groups would be missing, or come in the next fit.
+Lightning adds them in `on_fit_start`, by names that the module must have. Those of the wrappers in them may be other ones in each run.
 """
 
 from __future__ import annotations

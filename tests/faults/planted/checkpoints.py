@@ -125,4 +125,25 @@ CHECKPOINTS = (
         "    return not path.name.endswith(PARTIAL)\n",
         "tests/checkpoint/folders/test_latest.py::test_one_that_is_being_replaced_is_no_checkpoint",
     ),
+    fault(
+        "hooks of a resumed run that find the initial weights",
+        "trainer/sharded_model.py",
+        "        self._is_laid_out = True\n\n",
+        "        self._is_laid_out = True\n\n    restore_checkpoint_after_setup = True\n\n",
+        "tests/checkpoint/test_restore_order.py::test_hooks_of_a_resumed_run_find_what_was_restored[weights-True]",
+    ),
+    fault(
+        "names of a checkpoint that are compared before the user's hook gives others",
+        "trainer/sharded_model.py",
+        '            adapted=is_overridden("on_load_checkpoint", module) or loads_by_own_rules(module),\n',
+        "            adapted=False,\n",
+        "tests/checkpoint/test_restore_order.py::test_hooks_of_a_resumed_run_find_what_was_restored[names-True]",
+    ),
+    fault(
+        "a checkpoint that a hook uploads before it is there",
+        "trainer/checkpointing/asynchronous_checkpoints.py",
+        "        if callbacks and self._reader:\n",
+        "        if False:\n",
+        f"{BACKGROUND}::test_what_is_written_at_once",
+    ),
 )

@@ -646,7 +646,7 @@ USERS = (
     fault(
         "thawed layers that a resume leaves out of the optimizer",
         "trainer/sharded_model.py",
-        "        restore_finetuning(self._module.trainer, self._module)\n",
+        "        restore_finetuning(trainer, self._module)\n",
         "",
         f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
     ),

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -44,6 +45,20 @@ class Reader(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
         self.seen.append(float(module.last_logits.detach().std()))
+
+
+class Uploader(pl.Callback):
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        _upload(trainer)
+
+
+class UploadingLogger(DummyLogger):
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.uploaded = checkpoint_callback.last_model_path
+
+
+def _upload(trainer: Any) -> None:
+    trainer.uploaded = trainer.checkpoint_callback.best_model_path
 
 
 def fit(world: int, kind: str) -> dict[str, Any]:

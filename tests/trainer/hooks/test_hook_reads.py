@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
+from lightning_sp.trainer.hooks.hook_reads import read_in_hooks, reader_of_paths
 from tests.trainer.hooks import hook_reads_ranks as ranks
 
 
@@ -18,6 +18,16 @@ def test_names_in_hooks_and_in_what_they_call_are_known():
     assert "last_logits" not in read_in_hooks(unread)
     unread.callbacks = [callback]
     assert "last_logits" in read_in_hooks(unread)
+
+
+def test_code_that_reads_where_checkpoints_are_is_known():
+    module = ranks.Keeping("module")
+    trainer = SimpleNamespace(lightning_module=module, callbacks=[ranks.Reader()], loggers=[])
+    assert reader_of_paths(trainer) == ""
+    trainer.callbacks.append(ranks.Uploader())
+    assert reader_of_paths(trainer) == "Uploader.on_validation_end reads best_model_path"
+    trainer.callbacks, trainer.loggers = [], [ranks.UploadingLogger()]
+    assert reader_of_paths(trainer) == "UploadingLogger.after_save_checkpoint reads last_model_path"
 
 
 @pytest.mark.parametrize("kind", ["module", "callback"])

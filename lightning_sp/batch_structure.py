@@ -138,7 +138,7 @@ def _closed(value: Any, path: _Path, values: Mapping[_Path, Any], added: Mapping
         if below in values or _opened(each, len(below)) is not None:
             new[key] = _closed(each, below, values, {})
     if _is_mapping(value):
-        return _mapping_like(value, {**new, **added})
+        return mapping_like(value, {**new, **added})
     if isinstance(value, (tuple, list)):
         return type(value)(*new.values()) if hasattr(value, "_fields") else type(value)(new.values())
     made = copy(value)
@@ -160,7 +160,8 @@ def _copied(mapping: Any) -> Any:
         return made
 
 
-def _mapping_like(mapping: Any, items: dict[Any, Any]) -> Any:
+def mapping_like(mapping: Any, items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class with other items."""
     if is_plain_dict(mapping):
         return items
     made = _copied(mapping)

@@ -268,7 +268,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         output = self._steps.train(self._batch, lambda: self._counted_step(Strategy.training_step, *args, **kwargs))
         self._steps.check_sums()
         if kept is not None and not self.sees_whole_sequences:
-            whole = partial(self._whole_output, does="training_step keeps")
+            whole = partial(self._whole_output, of="training_step keeps")
             self._steps.context.keeps_in_training = kept.replace_or_leave(whole)
         if output is None or not self._module.automatic_optimization or loops.skips_backward(trainer):
             self._steps.end_without_backward()
@@ -296,7 +296,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs))
+        return self._whole_output(self._evaluate(Strategy.predict_step, *args, **kwargs), "predict_step returns")
 
     @override
     def on_predict_end(self) -> None:
@@ -318,7 +318,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         args = self._handed.of_step(args)
         output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs))
         if kept is not None:
-            kept.replace(partial(self._whole_output, does=f"{run.__name__} keeps"))
+            kept.replace(partial(self._whole_output, of=f"{run.__name__} keeps"))
         return output
 
     # ---- gradients

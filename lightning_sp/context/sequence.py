@@ -91,6 +91,11 @@ class SequenceInfo:
         return (*self.sequences, *self.beside)
 
     @property
+    def part_and_whole(self) -> tuple[int, int]:
+        """Tokens of this sequence on a rank, and of the whole."""
+        return self.padded_length // self.layout.size, self.length
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence of this batch."""
         return max(each.length for each in self.all_sequences)

@@ -20,6 +20,7 @@ from lightning_sp.context.dropout import DropoutCalls
 from lightning_sp.context.head_stage import HeadStage
 from lightning_sp.context.masks import AttentionPattern, build_mask
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.token_outputs import TokenOutputs
 from lightning_sp.context.unsharded import UnshardedModules, WholeCalls
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.layout import SequenceLayout
@@ -122,6 +123,8 @@ class SequenceContext:
         self.watched_numbers: frozenset[str] = frozenset()
         # Whether training_step leaves tensors of tokens in lists and dicts of the module, for a hook at the epoch's end.
         self.keeps_in_training = False
+        # Which tensors that steps return or keep have a rank's tokens.
+        self.token_outputs = TokenOutputs()
         # Names of the buffers that training_step moves; None where no trial has told.
         self.moved_buffers: frozenset[str] | None = None
         # Whether the attention of a first step has been looked at.

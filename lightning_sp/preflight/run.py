@@ -51,11 +51,12 @@ from lightning_sp.preflight.explain.verdict import (
     tolerance_of,
 )
 from lightning_sp.preflight.moved_weights import refuse_writes
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import progress_read
 from lightning_sp.preflight.training_numbers import compare_training_numbers
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.users_numbers.counters import Counter
 
 
@@ -109,7 +110,7 @@ def run_preflight(
         sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
     _check_alike(trial, whole, sharded)
     found = _judged(trial, whole, sharded, started)
-    trial.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, trial.control_group))
+    trial.learn_outputs(whole, sharded)
     if found is not None and not math.isnan(found.difference):
         with _eager():
             check_read_numbers(trial, whole, sharded)
@@ -149,11 +150,7 @@ def run_longer(trial: Trial) -> Agreement | None:
     Raises:
         TrialFailedError: the step does not run whole on it: nothing can be said.
     """
-    started = time.perf_counter()
-    with _eager():
-        whole = _run_whole(trial)
-        sharded = trial.sharded()
-    return _judged(trial, whole, sharded, started)
+    return _compare_again(trial)
 
 
 def _run_whole(trial: Trial) -> Outcome:
@@ -243,8 +240,8 @@ def _compare_if_it_runs(again: Trial) -> None:
 
 def _as_later(again: Trial) -> None:
     """Compare what is shown as later in the run: a number may be an index then, too, or decide about others."""
+    started = time.perf_counter()
     try:
-        started = time.perf_counter()
         with _eager():
             with CheckedIndices():
                 whole = _run_whole(again)
@@ -257,12 +254,12 @@ def _as_later(again: Trial) -> None:
         rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
 
 
-def _compare_again(again: Trial) -> None:
+def _compare_again(again: Trial) -> Agreement | None:
     started = time.perf_counter()
     with _eager():
         whole, sharded = _run_whole(again), again.sharded()
     _check_alike(again, whole, sharded)
-    _judged(again, whole, sharded, started)
+    return _judged(again, whole, sharded, started)
 
 
 def _check_alike(trial: Trial, whole: Outcome, sharded: Outcome) -> None:

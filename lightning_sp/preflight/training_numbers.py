@@ -11,9 +11,10 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.numbers import RankNumbers, coarse_numbers, counted_once, described, differences
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.attributes import ATTRIBUTE
 from lightning_sp.preflight.recording.logged import OF_LOGGER
-from lightning_sp.preflight.trial import SEED, Outcome, Trial
+from lightning_sp.preflight.trial import SEED, Trial
 
 
 class AttributesDifferError(SequenceParallelError):

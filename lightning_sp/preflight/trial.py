@@ -27,54 +27,19 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.attributes import numbers_left
 from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, metrics_begin_anew, recorded_numbers
-from lightning_sp.preflight.recording.read_numbers import ReadNumbers, numbers_read
+from lightning_sp.preflight.recording.read_numbers import numbers_read
 from lightning_sp.preflight.recording.trace import Trace, traced
-from lightning_sp.preflight.recording.watch import AttentionCall, Draw, Watch, module_stack
+from lightning_sp.preflight.recording.watch import AttentionCall, Watch, module_stack
 from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
+from lightning_sp.step.results.output_structure import leaves_of, shapes_of
 
 SEED = 1234
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What a step gave, forward and backward, on this rank.
-
-    Args:
-        loss: as a mean; None where the step returned none.
-        gradients: this rank's shard of each.
-        buffers: after the step.
-        num_sums: cross entropies of it that are sums; known of a sharded run alone.
-        num_over_groups: reductions of it over all data-parallel groups; likewise.
-        num_means: cross entropies of it that are means over the tokens of all groups; likewise.
-        dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
-        draws: random numbers that it drew.
-        attention: calls of torch's attention functions, one after the other.
-        numbers: that it logs; known of a sharded run alone.
-        keeps: whether it leaves tensors of tokens in lists and dicts of the module; likewise.
-        hidden: calls that hide terms of the loss.
-        read: numbers of the batch that it compares or reads.
-        left: numbers that later steps may go by; known of a whole run alone.
-    """
-
-    loss: Tensor | None
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    num_sums: int = 0
-    num_over_groups: int = 0
-    num_means: int = 0
-    dtypes: frozenset[torch.dtype] = frozenset()
-    draws: tuple[Draw, ...] = ()
-    attention: tuple[AttentionCall, ...] = ()
-    numbers: Mapping[str, Number] = field(default_factory=dict)
-    keeps: bool = False
-    hidden: Mapping[Call, Weights] = field(default_factory=dict)
-    read: ReadNumbers = field(default_factory=ReadNumbers)
-    left: Mapping[str, float] = field(default_factory=dict)
 
 
 # What to look at where a step fails on one device too.
@@ -131,6 +96,14 @@ class Trial:
     shown: Mapping[Call, Weights] = field(default_factory=dict)
     forced: Forced | None = None
 
+    def learn_outputs(self, whole: Outcome, sharded: Outcome) -> None:
+        """Note whether the step keeps tensors, and which of those, and of what it returns, have tokens. Every rank must call it."""
+        self.context.keeps_in_training |= any(comm.gather_objects(sharded.keeps, self.control_group))
+        if not self.context.global_view:
+            lengths = [each.part_and_whole for each in self.own.all_sequences]
+            for of, *both in zip(("returns", "keeps"), whole.shapes, sharded.shapes, strict=True):
+                self.context.token_outputs.compare(f"training_step {of}", both[0], both[1], lengths)
+
     @property
     def positions(self) -> Tensor:
         """The global positions of this rank's tokens, on the CPU."""
@@ -144,6 +117,7 @@ class Trial:
         """
         with together(), self._alone(self.batch, seed), module_stack(self.module) as stack:
             calls: list[AttentionCall] = []
+            before = KeptValues(self.module, trains=True)
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
                     with (
@@ -152,7 +126,8 @@ class Trial:
                         numbers_read(self.module, self.context) as read,
                         forcing(self.forced),
                     ):
-                        loss = _loss_of_whole(self.run_whole())
+                        output = self.run_whole()
+                        loss = _loss_of_whole(output)
                 except SequenceParallelError:
                     raise
                 except Exception as error:
@@ -169,6 +144,7 @@ class Trial:
                 dtypes=frozenset(watch.dtypes | reduce_dtypes(self.module)),
                 draws=tuple(watch.all_draws()),
                 attention=tuple(calls),
+                shapes=(shapes_of(leaves_of(output)), shapes_of(leaves_of(before.new()))),
                 hidden=terms.found,
                 read=read,
                 left=numbers_left(self.module),
@@ -226,6 +202,7 @@ class Trial:
                     num_means=len(step.token_counts),
                     numbers=found.numbers,
                     keeps=bool(before.new()),
+                    shapes=(shapes_of(leaves_of(output)), shapes_of(leaves_of(before.new()))),
                     hidden=terms.found,
                     read=read,
                 )

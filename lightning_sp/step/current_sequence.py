@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,9 +23,10 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.mesh import SequenceMesh
 from lightning_sp.step.fillers import forget_computed, metrics_put_back
 from lightning_sp.step.results.batch_ends import holds_more_than_numbers, whole_batch
-from lightning_sp.step.results.predictions import unsharded_output, whole_outputs
+from lightning_sp.step.results.output_structure import with_tensors
+from lightning_sp.step.results.predictions import KnownTokens, unsharded_output, whole_outputs
 from lightning_sp.step.runner import StepRunner
-from lightning_sp.trainer.hooks.batch_end_hooks import BatchEnd
+from lightning_sp.trainer.hooks.batch_end_hooks import STEPS, BatchEnd
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.log_once import LogOnce
 from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
@@ -103,13 +103,20 @@ class CurrentSequence:
         mesh = self.sequence_mesh
         return self._steps.unshard(tensor, self._batch, mesh, dim=dim)
 
-    def _whole_output(self, output: Any, does: str = "predict_step returns", **options: Any) -> Any:
-        """Return a prediction, or what a step keeps or returns, with whole sequences. Every rank must call it."""
-        groups = self._groups.sequence, self._groups.world
+    def _whole_output(self, output: Any, of: str, does: str = "", **options: Any) -> Any:
+        """Return what a step returns or keeps with whole sequences. Every rank must call it.
+
+        Args:
+            output: tensors in any nest.
+            of: what it is, in words: "predict_step returns".
+            does: what the step does with it, in a message, if that is something else.
+            options: of `unsharded_output`.
+        """
         if self.sees_whole_sequences:
-            return whole_outputs(output, *groups, does)
+            return whole_outputs(output, self._groups, does or of)
         assert self._batch is not None
-        return unsharded_output(output, self._batch, self.unshard, *groups, does, **options)
+        known = KnownTokens(self._steps.context.token_outputs, of)
+        return unsharded_output(output, self._batch, self.unshard, self._groups, does or of, known, **options)
 
     def _whole_batch_end(self, handed: BatchEnd, reads: tuple[bool, bool], hook: str) -> BatchEnd:
         """Return what a user's hook at a batch's end is handed with whole sequences. Every rank must call it."""
@@ -118,9 +125,9 @@ class CurrentSequence:
             return handed
         outputs, batch = handed
         if reads[0] and hook != "on_predict_batch_end" and holds_more_than_numbers(outputs):
-            detached = apply_to_collection(outputs, Tensor, Tensor.detach)
-            warn = partial(self._log_once.warn, topic=hook)
-            outputs = self._whole_output(detached, does=f"{hook} is handed", left=warn)
+            detached = with_tensors(outputs, Tensor.detach)
+            warn, step = partial(self._log_once.warn, topic=hook), STEPS[hook]
+            outputs = self._whole_output(detached, f"{step} returns", f"{hook} is handed", left=warn)
         return BatchEnd(outputs, whole_batch(batch, info, self.unshard) if reads[1] else batch)
 
     def reduce(self, tensor: Any, group: Any | None = _NOT_GIVEN, reduce_op: Any = "mean") -> Any:

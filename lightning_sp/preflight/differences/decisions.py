@@ -22,10 +22,11 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.forced_numbers import Forced
 from lightning_sp.preflight.recording.read_numbers import Line, cuts_of_parts, numbers_of_groups, numbers_of_parts
 from lightning_sp.preflight.recording.users_lines import raises
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.trial import Trial
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")

@@ -20,7 +20,8 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.outcome import Outcome
+from lightning_sp.preflight.trial import Trial
 
 
 def averages_groups(trial: Trial, whole: Outcome, sharded: Outcome) -> bool:

@@ -19,10 +19,11 @@ from lightning_sp.preflight.differences.other_results import (
     does_otherwise,
     results_in_words,
 )
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.kept_results import results_shown
 from lightning_sp.preflight.recording.progress_read import ProgressRead, shown_at_remainders, shown_later
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.trial import Trial
 
 
 def compare_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead, compare: Callable[[Trial], None]) -> None:

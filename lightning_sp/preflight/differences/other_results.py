@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.kept_results import results_shown
 from lightning_sp.preflight.recording.progress_read import ProgressRead
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.trial import Trial
 from lightning_sp.users_code.ownership import plain_text
 
 

@@ -20,8 +20,9 @@ from torch import nn
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import plain_name
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.watch import AttentionCall
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.trial import Trial
 
 _OWN, _OTHER, _QUERIES, _KEYS = (True, True), (False, False), (True, False), (False, True)
 

@@ -12,7 +12,8 @@ from lightning_sp.context.streams import streams
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
-from lightning_sp.preflight.trial import SEED, Outcome, Trial
+from lightning_sp.preflight.outcome import Outcome
+from lightning_sp.preflight.trial import SEED, Trial
 from lightning_sp.users_code.random_generators import extreme_seed
 
 # Draws named in a message.

@@ -26,7 +26,8 @@ from lightning_sp.preflight.explain.verdict import (
     tolerance_of,
 )
 from lightning_sp.preflight.moved_weights import moved_weights, shard_of
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.outcome import Outcome
+from lightning_sp.preflight.trial import Trial
 
 # Of what is allowed, and of the gradients.
 _LARGEST, _PART = 3.0, 0.1

@@ -15,8 +15,9 @@ from torch import nn
 from lightning_sp import comm
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.preflight.moved_weights import moved_weights
+from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.attributes import ATTRIBUTE
-from lightning_sp.preflight.trial import Outcome, Trial
+from lightning_sp.preflight.trial import Trial
 
 _OF_TOKENS = " of shape "
 # Of each weight.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize import failing_together
@@ -28,6 +31,7 @@ from lightning_sp.preflight.differences.decisions import (
 from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
 from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
+from lightning_sp.preflight.moved_weights import moved_weights
 from lightning_sp.preflight.numbers import RankNumbers
 from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
@@ -36,14 +40,19 @@ from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
+from lightning_sp.step.results.output_structure import Leaf, leaves_of, shapes_of
 from lightning_sp.step.runner import StepRunner
+
+# Of whole numbers of an output so many may follow rounding, where one device's own runs, as many, with weights moved by so many roundings,
+# give others in their places.
+_FEW, _MOVED_RUNS, _ROUNDINGS = 0.1, 8, 4.0
 
 
 class WholeOutput(Protocol):
     """Makes what a step on shards gave whole."""
 
-    def __call__(self, output: Any, does: str = ...) -> Any:
-        """Return an output with whole sequences; `does` says what the step does with it, in a message. Every rank must call it."""
+    def __call__(self, output: Any, of: str) -> Any:
+        """Return an output with whole sequences; `of` says in words what it is. Every rank must call it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +71,10 @@ class WholeRun:
 
     numbers: Mapping[str, Number]
     again: Mapping[str, Number]
-    outputs: list[Any]
-    other: list[Any]
-    kept: list[Any]
-    kept_again: list[Any]
+    outputs: list[Leaf]
+    other: list[Leaf]
+    kept: list[Leaf]
+    kept_again: list[Leaf]
     read: ReadNumbers
 
 
@@ -121,7 +130,7 @@ def _shown(
     name: str,
     predicts: bool,
     forced: Forced | None = None,
-) -> tuple[Mapping[str, Number], list[Any], list[Any], ReadNumbers]:
+) -> tuple[Mapping[str, Number], list[Leaf], list[Leaf], ReadNumbers]:
     mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
     part, before = untouched_run(own.batch, options, runner.device), KeptValues(module)
     with (
@@ -153,7 +162,7 @@ def decision_of_part(
     """Return a refusal of a step that decides what it shows by a number of its part, at a line of the user's. Every rank must call it."""
     world = runner.groups.world
     lines = {each: n for each, n in lines_of_ranks(part.read, world).items() if not each.is_installed}
-    unlike = partial(output_differences, tolerance=TOLERANCES[torch.float32], in_16_bits=False)
+    unlike = partial(output_differences, tolerance=TOLERANCES[torch.float32])
 
     def effect(forced: Forced) -> Effect:
         try:
@@ -215,25 +224,74 @@ def run_part(
         found.attributes(module, world, evaluates=True)
         alike = mesh.data_group if runner.context.global_view else None
         found.metrics(module, alike, world, mesh.token_group)
-        shown = leaves(whole_output(output)) if predicts else []
+        _learn_tokens(runner, f"{name} returns", whole.outputs, output, sharded.info)
+        _learn_tokens(runner, f"{name} keeps", whole.kept, before.new(), sharded.info)
+        shown = leaves(whole_output(output, f"{name} returns")) if predicts else []
         keeps = any(comm.gather_objects(bool(before.new()), world))
-        kept, why = _whole_values(before, whole_output) if keeps else ([], "")
-    in_16_bits = has_16_bit_weights(module)
-    tolerance = TOLERANCES[torch.bfloat16 if in_16_bits else torch.float32]
-    compared = partial(output_differences, tolerance=tolerance, in_16_bits=in_16_bits)
+        kept, why = _whole_values(before, whole_output, f"{name} keeps") if keeps else ([], "")
+    moved = partial(_moved, own, runner, run, options, name=name, predicts=predicts)
+    differ = [_unlike(module, shown, whole.outputs, whole.other), _unlike(module, kept, whole.kept, whole.kept_again)]
+    outputs, kept_otherwise = _but_for_rounding(differ, moved, world)
     return PartRun(
-        numbers=RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, in_16_bits),
-        outputs="; ".join(compared(shown, whole.outputs, whole.other)),
-        kept=why or "; ".join(compared(kept, whole.kept, whole.kept_again)),
+        numbers=RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, has_16_bit_weights(module)),
+        outputs=outputs,
+        kept=why or kept_otherwise,
         keeps=keeps,
         read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
     )
 
 
-def _whole_values(kept: KeptValues, whole_output: WholeOutput) -> tuple[list[Any], str]:
+def _unlike(module: nn.Module, shown: list[Leaf], wanted: list[Leaf], again: list[Leaf]) -> Callable[..., str]:
+    """Return what says in words what of an output is not one device's, and takes what else is told of it."""
+    tolerance = TOLERANCES[torch.bfloat16 if has_16_bit_weights(module) else torch.float32]
+
+    def unlike(**told: Any) -> str:
+        return "; ".join(output_differences(shown, wanted, again, tolerance=tolerance, **told))
+
+    return unlike
+
+
+def _but_for_rounding(
+    differ: Sequence[Callable[..., str]], moved: Callable[[int], Sequence[list[Leaf]]], group: ProcessGroup | None
+) -> list[str]:
+    """Return what of each output is not one device's, in words, but for a few numbers that rounding moves. Every rank must call it.
+
+    Args:
+        differ: for each output, what says so.
+        moved: gives these outputs of one device's own run with weights moved by a seed.
+        group: the world, on a backend for host objects.
+    """
+    found, runs = [unlike() for unlike in differ], list[Sequence[list[Leaf]]]()
+    is_of_few = not any(unlike(few=_FEW) for unlike in differ)
+    of_ranks = comm.gather_objects((any(found), is_of_few), group)
+    while any(some for some, _ in of_ranks) and all(few for _, few in of_ranks) and len(runs) < _MOVED_RUNS:
+        runs.append(moved(len(runs)))
+        found = [unlike(moved=each) for unlike, each in zip(differ, zip(*runs, strict=True), strict=True)]
+        of_ranks = comm.gather_objects((any(found), is_of_few), group)
+    return found
+
+
+def _moved(
+    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, seed: int, *, name: str, predicts: bool
+) -> tuple[list[Leaf], list[Leaf]]:
+    """Return what a whole crop gives, and keeps, with weights that are moved by rounding. Every rank must call it."""
+    eps = max(torch.finfo(each.dtype).eps for each in runner.module.parameters() if each.is_floating_point())
+    with moved_weights(runner.module, seed, _ROUNDINGS * eps):
+        _, outputs, kept, _ = _shown(own, runner, run, options, SEED, name=name, predicts=predicts)
+    return outputs, kept
+
+
+def _learn_tokens(runner: StepRunner, of: str, whole: list[Leaf], part: Any, batch: SequenceInfo) -> None:
+    """Note which tensors have tokens, from what a step gave of a whole crop and of this rank's part."""
+    if not runner.context.global_view:
+        lengths = [each.part_and_whole for each in batch.all_sequences]
+        runner.context.token_outputs.compare(of, shapes_of(whole), shapes_of(leaves_of(part)), lengths)
+
+
+def _whole_values(kept: KeptValues, whole_output: WholeOutput, of: str) -> tuple[list[Leaf], str]:
     """Return what a step keeps with whole sequences, or why it cannot be made whole. Every rank must call it."""
     try:
-        kept.replace(partial(whole_output, does="it keeps"))
+        kept.replace(partial(whole_output, of=of))
     except SequenceParallelError as error:
         return [], str(error)
     return leaves(kept.new()), ""

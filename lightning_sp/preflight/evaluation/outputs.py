@@ -1,7 +1,7 @@
 """What a predict step returns on a crop, whole and sharded: tensors, numbers and texts in any nest, compared one by one.
 
 floating point    ||shown - wanted|| <= tolerance ||wanted||
-others            at most one element in a thousand differs (in 16 bits one in ten): an argmax may follow rounding
+others            equal, but for those that rounding moves: an argmax of two that are nearly alike
 """
 
 from __future__ import annotations
@@ -11,24 +11,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.step.results.output_structure import Leaf, leaves_of
 
-_PART, _PART_IN_16_BITS = 1e-2, 1e-1
-_KINDS = (Tensor, np.ndarray, str, int, float)
+# Of numbers that are not floating-point ones more than this part is drawn, where two seeds give others.
+_DRAWN = 1e-2
+_TEXTS = (str, bytes)
+_KINDS = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex)
 
 
-def leaves(output: Any) -> list[Any]:
-    """Return the tensors, arrays, numbers and texts of an output, in order."""
-    found: list[Any] = []
-    apply_to_collection(output, _KINDS, lambda leaf: found.append(_copied(leaf)))
-    return found
+def leaves(output: Any) -> list[Leaf]:
+    """Return the tensors, arrays, numbers and texts of an output, in order: of a table, an image, its array."""
+    found = [each._replace(value=_as_array(each.value)) for each in leaves_of(output)]
+    return [each._replace(value=_copied(each.value)) for each in found if isinstance(each.value, _KINDS)]
 
 
 def output_differences(
-    shown: Sequence[Any], wanted: Sequence[Any], again: Sequence[Any], *, tolerance: float, in_16_bits: bool
+    shown: Sequence[Leaf],
+    wanted: Sequence[Leaf],
+    again: Sequence[Leaf],
+    *,
+    tolerance: float,
+    few: float = 0.0,
+    moved: Sequence[Sequence[Leaf]] = (),
 ) -> list[str]:
     """Return in words what of an output is not that of one device. Pure.
 
@@ -37,17 +44,23 @@ def output_differences(
         wanted: of what one device does.
         again: of the same from another seed: what differs is random, and not judged.
         tolerance: of floating-point numbers, relative to the norm.
-        in_16_bits: whether the weights are in those.
+        few: of other numbers, the part of them that may differ.
+        moved: of what one device does with weights that rounding has moved: other numbers that move with them may differ.
     """
-    if len(wanted) != len(again):
+    if [each.path for each in wanted] != [each.path for each in again]:
         return []
     if len(shown) != len(wanted):
         return [f"{len(shown)} tensors, numbers and texts, on one device {len(wanted)}"]
-    part = _PART_IN_16_BITS if in_16_bits else _PART
+    ways, ways_wanted = ([".".join(map(str, each.path)) for each in leaves] for leaves in (shown, wanted))
+    if ways != ways_wanted:
+        index = next(i for i, (a, b) in enumerate(zip(ways, ways_wanted, strict=True)) if a != b)
+        return [f"output {index} of {len(wanted)} as {ways[index]!r}, on one device {ways_wanted[index]!r}"]
     found = []
     for index, (own, one, other) in enumerate(zip(shown, wanted, again, strict=True)):
-        if _difference(one, other, tolerance, part) is None and (how := _difference(own, one, tolerance, part)):
-            found.append(f"output {index} of {len(wanted)}{_shape_of(one)}: {how}")
+        by_rounding = [each[index].value for each in moved if len(each) == len(wanted)]
+        how = _difference(own.value, one.value, tolerance, few, [other.value, *by_rounding])
+        if how is not None and _difference(one.value, other.value, tolerance, _DRAWN) is None:
+            found.append(f"output {index} of {len(wanted)}{_shape_of(one.value)}: {how}")
     return found
 
 
@@ -86,19 +99,45 @@ def describe_kept(of_ranks: Sequence[str], step: str) -> str:
     )
 
 
-def _difference(a: Any, b: Any, tolerance: float, part: float) -> str | None:
-    """Return how far an output is from another; None where they agree."""
-    if isinstance(a, str) or isinstance(b, str):
+def _difference(a: Any, b: Any, tolerance: float, few: float, others: Sequence[Any] = ()) -> str | None:
+    """Return how far an output is from another; None where they agree.
+
+    Args:
+        a: one.
+        b: the other.
+        tolerance: of floating-point numbers.
+        few: the part of other numbers that may differ.
+        others: what else one device gives: what is another number there may differ.
+    """
+    if isinstance(a, _TEXTS) or isinstance(b, _TEXTS):
         return None if a == b else f"{str(a)[:40]!r} is on one device {str(b)[:40]!r}"
-    a, b = torch.as_tensor(a), torch.as_tensor(b)
+    a, b = _numbers(a), _numbers(b)
+    if isinstance(a, list) or isinstance(b, list):
+        return None if a == b else "texts of it differ"
     if a.shape != b.shape:
         return f"shape {tuple(a.shape)}, on one device {tuple(b.shape)}"
     if not (a.is_floating_point() or a.is_complex()):
-        share = float((a != b).double().mean()) if a.numel() else 0.0
-        return None if share <= part else f"{share:.0%} of its elements differ"
+        differ = a != b
+        for other in map(_numbers, others):
+            if isinstance(other, Tensor) and other.shape == b.shape:
+                differ = differ & (other == b)
+        count = int(differ.sum())
+        return None if count <= few * differ.numel() else f"{count} of its {differ.numel()} elements differ"
     norm = float(torch.linalg.vector_norm(b.nan_to_num().double()))
     error = float(torch.linalg.vector_norm((a.nan_to_num() - b.nan_to_num()).double()))
     return None if error <= tolerance * norm else f"differs by {error / max(norm, 1e-300):.1e} of its norm"
+
+
+def _numbers(value: Any) -> Any:
+    """Return a value as a tensor; an array of texts as a list."""
+    is_of_others = isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind not in "biufc"
+    return value.tolist() if is_of_others else torch.as_tensor(value)
+
+
+def _as_array(value: Any) -> Any:
+    """Return a table of a library's, or an image, as an array."""
+    has_array = hasattr(value, "__array__") or hasattr(value, "__array_interface__")
+    return np.asarray(value) if has_array and not isinstance(value, _KINDS) else value
 
 
 def _shape_of(leaf: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_sp.batch_structure import entries_of, with_entries
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
+from lightning_sp.step.results.output_structure import tensors_of
 
 # What sharding adds to a batch.
 _ADDED = ("position_ids", "shift_labels")
@@ -48,6 +48,4 @@ def whole_batch(batch: Any, info: SequenceInfo, unshard: Callable[[Tensor, int],
 
 def holds_more_than_numbers(outputs: Any) -> bool:
     """Return whether what a step returned has a tensor of a dim or more."""
-    found: list[bool] = []
-    apply_to_collection(outputs, Tensor, lambda tensor: found.append(tensor.dim() > 0))
-    return any(found)
+    return any(each.value.dim() > 0 for each in tensors_of(outputs))

@@ -8,7 +8,7 @@ An attribute that is one tensor is no such place: a cache of the step's own is o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -23,10 +23,11 @@ MAX_NESTED = 100
 
 
 class _Place(NamedTuple):
-    """Where a value is kept."""
+    """Where a value is kept, and the attribute and the keys that lead there."""
 
     container: Any
     key: Any
+    path: tuple[Any, ...]
 
 
 class KeptValues:
@@ -40,24 +41,25 @@ class KeptValues:
 
     def __init__(self, module: nn.Module, *, trains: bool = False) -> None:
         self._module, self._trains = module, trains
-        self._held = list(_containers(module))  # while they are held, no other object has their number
+        self._held = [each for _, each in _containers(module)]  # while they are held, no other object has their number
         self._before = {id(each): _content(each) for each in self._held}
 
-    def new(self) -> list[Any]:
-        """Return what has been added since, in the order of the attributes."""
-        return [place.container[place.key] for place in self._places()]
+    def new(self) -> dict[tuple[Any, ...], Any]:
+        """Return what has been added since, by the attribute and the keys that lead to it."""
+        return {place.path: place.container[place.key] for place in self._places()}
 
-    def replace(self, change: Callable[[list[Any]], list[Any]]) -> None:
+    def replace(self, change: Callable[[dict[tuple[Any, ...], Any]], Mapping[tuple[Any, ...], Any]]) -> None:
         """Put other values in the places of those that were added.
 
         Args:
             change: gives one for each.
         """
-        places = self._places()
-        for place, value in zip(places, change(self.new()), strict=True):
+        places, changed = self._places(), change(self.new())
+        for place in places:
+            value = changed[place.path]
             place.container[place.key] = _within(place.container[place.key], value) if self._trains else value
 
-    def replace_or_leave(self, change: Callable[[list[Any]], list[Any]]) -> bool:
+    def replace_or_leave(self, change: Callable[[dict[tuple[Any, ...], Any]], Mapping[tuple[Any, ...], Any]]) -> bool:
         """Do the same; where `change` refuses a value, say so, leave them all, and return False."""
         try:
             self.replace(change)
@@ -71,10 +73,10 @@ class KeptValues:
         own = [
             n for n, value in _own_attributes(self._module) if id(value) not in self._before and _is_container(value)
         ]
-        places = [_Place(attributes, name) for name in own]
-        for each in _containers(self._module):
+        places = [_Place(attributes, name, (name,)) for name in own]
+        for path, each in _containers(self._module):
             if id(each) in self._before:
-                places += _added(each, self._before[id(each)])
+                places += [_Place(each, key, (*path, key)) for key in _added(each, self._before[id(each)])]
         return [each for each in places if not self._trains or _is_put_away(each)]
 
 
@@ -93,18 +95,19 @@ def _is_container(value: Any) -> bool:
     return isinstance(value, (list, deque, dict))
 
 
-def _containers(module: nn.Module) -> Iterator[Any]:
-    """Yield the lists and dicts that attributes hold, and those that they hold, each once."""
-    waiting = [value for _, value in _own_attributes(module)]
+def _containers(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield the lists and dicts that attributes hold, and those that they hold, each once, with the keys that lead there."""
+    waiting: list[tuple[tuple[Any, ...], Any]] = [((name,), value) for name, value in _own_attributes(module)]
     seen: set[int] = set()
     while waiting:
-        value = waiting.pop(0)
+        path, value = waiting.pop(0)
         if not _is_container(value) or id(value) in seen:
             continue
         seen.add(id(value))
-        yield value
+        yield path, value
         if len(value) <= MAX_NESTED:
-            waiting += value.values() if isinstance(value, dict) else value
+            parts = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [((*path, key), each) for key, each in parts]
 
 
 def _content(container: Any) -> Any:
@@ -112,17 +115,17 @@ def _content(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _added(container: Any, before: Any) -> Iterator[_Place]:
-    """Yield the places of values that were not there: behind those that were, or anywhere in a list that was emptied or has a most length."""
+def _added(container: Any, before: Any) -> Iterator[Any]:
+    """Yield the keys of values that were not there: behind those that were, or anywhere in a list that was emptied or has a most length."""
     if isinstance(container, dict):
-        yield from (_Place(container, k) for k, v in container.items() if k not in before or before[k] is not v)
+        yield from (k for k, v in container.items() if k not in before or before[k] is not v)
         return
     num = len(before)
     if len(container) >= num and (not num or (container[0] is before[0] and container[num - 1] is before[-1])):
-        yield from (_Place(container, index) for index in range(num, len(container)))
+        yield from range(num, len(container))
         return
     old = {id(each) for each in before}
-    yield from (_Place(container, index) for index, each in enumerate(container) if id(each) not in old)
+    yield from (index for index, each in enumerate(container) if id(each) not in old)
 
 
 def _within(old: Any, new: Any) -> Any:

@@ -2,24 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.token_outputs import TokenOutputs
 from lightning_sp.data.batch.digest import digest
 from lightning_sp.data.batch.sharding import unshard
 from lightning_sp.data.loaders.replace_sampler import is_filler_batch
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
 from lightning_sp.mesh import SequenceMesh
+from lightning_sp.step.results.output_structure import Path, tensors_of, with_tensors
 
 # Elements of which a digest is made at once: the copies it needs stay small beside the logits of a long sequence.
 DIGEST_ELEMENTS = 1 << 22
+
+
+class KnownTokens(NamedTuple):
+    """Which tensors of one output have tokens, by the way to each.
+
+    Args:
+        outputs: what is known of all.
+        of: the output, in words.
+    """
+
+    outputs: TokenOutputs
+    of: str
+
+    def __call__(self, path: Path) -> bool | None:
+        """Return whether one has; None where that is not known."""
+        return self.outputs.are_of_tokens(self.of, path)
+
+    def note(self, path: Path) -> None:
+        """Remember one that has, for it differs between ranks."""
+        self.outputs.note(self.of, path, of_tokens=True)
+
+
+class _Kind(Enum):
+    """What a tensor is: of tokens, whole on every rank, one of these two, or neither."""
+
+    TOKENS, WHOLE, UNKNOWN, OTHER = range(4)
 
 
 class TensorDigest(NamedTuple):
@@ -33,62 +61,54 @@ def unsharded_output(
     output: Any,
     batch: SequenceInfo,
     unshard: Callable[[Tensor], Tensor],
-    sequence_group: ProcessGroup,
-    control_group: ProcessGroup | None,
-    does: str = "predict_step returns",
+    groups: comm.HostGroups,
+    does: str,
+    known: KnownTokens,
     left: Callable[[str], None] | None = None,
 ) -> Any:
     """Return what a step returned or kept, with every tensor whole that carries this rank's tokens. Every rank must call it.
 
-    A tensor that all ranks of a sequence hold alike is whole already, unless it may be a constant for each token.
-
     Args:
-        output: tensors in any nest of tuples, lists and dicts.
+        output: tensors in any nest of tuples, lists, dicts and objects of the user's own.
         batch: what was whole before it was sharded.
         unshard: gathers the tokens of a tensor of shape (rows, tokens of this rank, ...).
-        sequence_group: the ranks that share the sequence, on a backend for host objects.
-        control_group: the world, on such a backend.
+        groups: those that share the sequence, and the world, on a backend for host objects.
         does: what the step does with them, for a message.
+        known: which of them have tokens. One that all ranks of a sequence hold alike may have any, or none.
         left: told of the first tensor that cannot be made whole, which is left as it is; None raises.
 
     Communicates: shapes and digests of all tensors over the sequence's ranks; one all_gather for each tensor of tokens.
 
     Raises:
-        SequenceParallelError: a tensor that differs between the ranks of a sequence and is not one of tokens.
+        SequenceParallelError: a tensor that differs between the ranks of a sequence and is not one of tokens; one of which that is not known.
     """
-    size = comm.size_of(sequence_group)
+    size = comm.size_of(groups.sequence)
     if size == 1 or batch.is_whole:
         return output
-    tensors: list[Tensor] = []
-    apply_to_collection(output, Tensor, tensors.append)
-    gathered = comm.gather_objects([tuple(_digest(each)) for each in tensors], sequence_group)
+    tensors = tensors_of(output)
+    gathered = comm.gather_objects([tuple(_digest(each.value)) for each in tensors], groups.sequence)
     digests = [[TensorDigest(*each) for each in of_rank] for of_rank in gathered]
     tokens = {(each.rows, each.padded_length // size) for each in batch.all_sequences}
-    fault, counts = _fault(digests, tokens, does), {len(each) for each in digests}
-    comm.agree(fault if left is None or len(counts) > 1 else None, control_group)
+    counts = [len(each) for each in digests]
+    of_ranks = zip(*digests, strict=False)
+    found = [_told(parts, tokens, known(each.path)) for each, parts in zip(tensors, of_ranks, strict=False)]
+    fault = _other_counts(counts, does) if len(set(counts)) > 1 else _fault(digests, tokens, found, does)
+    comm.agree(fault if left is None or len(set(counts)) > 1 else None, groups.world)
     if left is not None and fault is not None:
         left(fault)
-    alike = iter([all(other[index] == own for other in digests) for index, own in enumerate(digests[0])])
-
-    def whole(tensor: Tensor) -> Tensor:
-        is_whole = next(alike) and not _is_constant(tensor)
-        return tensor if is_whole or tuple(tensor.shape[:2]) not in tokens else unshard(tensor)
-
-    return apply_to_collection(output, Tensor, whole)
+    for each, kind in zip(tensors, found, strict=True):
+        if kind is _Kind.TOKENS:
+            known.note(each.path)
+    kinds = iter(found)
+    return with_tensors(output, lambda tensor: unshard(tensor) if next(kinds) is _Kind.TOKENS else tensor)
 
 
-def whole_outputs(
-    output: Any,
-    sequence_group: ProcessGroup,
-    control_group: ProcessGroup | None,
-    does: str = "predict_step returns",
-) -> Any:
+def whole_outputs(output: Any, groups: comm.HostGroups, does: str) -> Any:
     """Return what a step in the global view gave with whole sequences. Every rank must call it.
 
     Args:
-        output: tensors in any nest of tuples, lists and dicts.
-        sequence_group: the ranks that share the sequence, on a backend for host objects.
-        control_group: the world, on such a backend.
+        output: tensors in any nest of tuples, lists, dicts and objects of the user's own.
+        groups: those that share the sequence, and the world, on a backend for host objects.
         does: what the step does with them, for a message.
 
     Communicates: numbers of tensors over the sequence's ranks; one all_gather for each tensor of the sequence.
@@ -96,11 +116,10 @@ def whole_outputs(
     Raises:
         SequenceParallelError: a rank of a sequence has more of them than another.
     """
-    tensors: list[Tensor] = []
-    apply_to_collection(output, SequenceTensor, tensors.append)
-    counts = comm.gather_objects(len(tensors), sequence_group)
-    comm.agree(None if len(set(counts)) == 1 else _other_counts(counts, does), control_group)
-    return apply_to_collection(output, SequenceTensor, SequenceTensor.whole)
+    tensors = [each for each in tensors_of(output) if isinstance(each.value, SequenceTensor)]
+    counts = comm.gather_objects(len(tensors), groups.sequence)
+    comm.agree(None if len(set(counts)) == 1 else _other_counts(counts, does), groups.world)
+    return with_tensors(output, lambda tensor: tensor.whole() if isinstance(tensor, SequenceTensor) else tensor)
 
 
 def _other_counts(counts: list[int], does: str) -> str:
@@ -112,27 +131,41 @@ def _digest(tensor: Tensor) -> TensorDigest:
     return TensorDigest(tuple(tensor.shape), tuple(digest(part) for part in torch.split(flat, DIGEST_ELEMENTS)))
 
 
-def _fault(digests: list[list[TensorDigest]], tokens: set[tuple[int, int]], does: str) -> str | None:
+def _told(parts: Sequence[TensorDigest], tokens: set[tuple[int, int]], of_tokens: bool | None) -> _Kind:
+    """Return what a tensor is of which the ranks of a sequence have these; the same on all of them."""
+    shapes = [part.shape for part in parts]
+    may_be_of_tokens = all(shape[:2] in tokens and shape[2:] == shapes[0][2:] for shape in shapes)
+    is_alike = len(set(parts)) == 1
+    if not may_be_of_tokens:
+        return _Kind.WHOLE if is_alike else _Kind.OTHER
+    if of_tokens is None:
+        return _Kind.UNKNOWN if is_alike else _Kind.TOKENS
+    return _Kind.TOKENS if of_tokens else _Kind.WHOLE if is_alike else _Kind.OTHER
+
+
+def _fault(
+    digests: list[list[TensorDigest]], tokens: set[tuple[int, int]], kinds: Sequence[_Kind], does: str
+) -> str | None:
     """Return what cannot be made whole, the same on all ranks of the sequence; None where all can."""
-    counts = [len(each) for each in digests]
-    if len(set(counts)) > 1:
-        return _other_counts(counts, does)
-    for index, parts in enumerate(zip(*digests, strict=True)):
+    for index, (kind, parts) in enumerate(zip(kinds, zip(*digests, strict=True), strict=True)):
+        if kind in (_Kind.TOKENS, _Kind.WHOLE):
+            continue
         shapes = [part.shape for part in parts]
-        if len(set(parts)) > 1 and any(shape[:2] not in tokens or shape[2:] != shapes[0][2:] for shape in shapes):
-            described = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+        described = shapes[0] if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+        what = f"{does} as tensor {index} of {len(kinds)} one of shape {described} that"
+        if kind is _Kind.UNKNOWN:
             return (
-                f"{does} as tensor {index} of {counts[0]} one of shape {described} that differs between the "
-                f"{len(digests)} ranks of one sequence: it was computed from each rank's part of the tokens, and only "
-                f"tensors of shape (rows, tokens, ...), here {' or '.join(map(str, sorted(tokens)))}, can be "
-                "gathered; make the tensor that has the tokens whole first, self.trainer.strategy.unshard(tensor), and compute from that"
+                f"{what} the {len(digests)} ranks of one sequence have alike: it is of each rank's part of the tokens, which repeat, or "
+                "whole, with as many numbers as a part has tokens, and no trial has shown which. Leave preflight=True, whose trial shows "
+                "it; or make what has tokens whole, self.trainer.strategy.unshard(tensor), and give what has none another shape, tensor[None]"
             )
+        return (
+            f"{what} differs between the "
+            f"{len(digests)} ranks of one sequence: it was computed from each rank's part of the tokens, and only "
+            f"tensors of shape (rows, tokens, ...), here {' or '.join(map(str, sorted(tokens)))}, can be "
+            "gathered; make the tensor that has the tokens whole first, self.trainer.strategy.unshard(tensor), and compute from that"
+        )
     return None
-
-
-def _is_constant(tensor: Tensor) -> bool:
-    """Return whether all tokens of a tensor (rows, tokens, ...) have the same."""
-    return tensor.dim() >= 2 and bool((tensor == tensor[:, :1]).all())
 
 
 def unshard_tokens(

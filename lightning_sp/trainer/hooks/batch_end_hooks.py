@@ -16,7 +16,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_sp.trainer.hooks.replaced_hooks import ReplacedHooks, hooks_of_user, reads_argument
 
-HOOKS = ("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end")
+# By the step whose outputs they are handed.
+STEPS = {"on_train_batch_end": "training_step"} | {
+    f"on_{kind}_batch_end": f"{kind}_step" for kind in ("validation", "test", "predict")
+}
+HOOKS = tuple(STEPS)
 # Where `write_on_batch_end` is handed the batch.
 _WRITTEN = 4
 
@@ -63,7 +67,7 @@ class WholeBatchEnds:
 
     def reads_outputs(self, step: str) -> bool:
         """Return whether a user's hook reads what a step of a name, `validation_step`, returns; the same on all ranks."""
-        return f"on_{step.removesuffix('_step')}_batch_end" in self._reading
+        return any(STEPS[hook] == step for hook in self._reading)
 
     def _writing(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)

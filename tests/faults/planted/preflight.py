@@ -19,6 +19,8 @@ IN_DATA = (
 )
 COUNTED = "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
+ALIKE = "tests/preflight/evaluation/test_alike_outputs.py"
+
 PREFLIGHT = (
     fault(
         "a branch that a step's own generator takes once in fifty steps, compared by usual draws alone",
@@ -151,9 +153,30 @@ PREFLIGHT = (
     fault(
         "predictions not looked at",
         "preflight/evaluation/outputs.py",
-        "(how := _difference(own, one, tolerance, part))",
-        "(how := _difference(one, one, tolerance, part))",
+        "how = _difference(own.value, one.value,",
+        "how = _difference(one.value, one.value,",
         "tests/preflight/evaluation/test_predictions.py::test_what_a_shard_makes_is_refused_on_all_ranks[text-output 0 of 2: ']",
+    ),
+    fault(
+        "whole numbers of a prediction, of which one in a hundred may be another",
+        "preflight/evaluation/outputs.py",
+        "    few: float = 0.0,\n",
+        "    few: float = 0.01,\n",
+        f"{ALIKE}::test_whole_numbers_of_which_one_in_a_hundred_is_another_are_refused",
+    ),
+    fault(
+        "values of tokens that repeat, handed back as a rank has them",
+        "step/results/predictions.py",
+        "_Kind.TOKENS if of_tokens else",
+        "_Kind.TOKENS if of_tokens and not is_alike else",
+        f"{ALIKE}::test_values_that_all_ranks_have_alike_are_one_devices[False]",
+    ),
+    fault(
+        "values that ranks have alike, taken for whole ones where no trial has shown it",
+        "step/results/predictions.py",
+        "_Kind.UNKNOWN if is_alike",
+        "_Kind.WHOLE if is_alike",
+        f"{ALIKE}::test_where_no_trial_has_shown_it_they_are_refused_by_name",
     ),
     fault(
         "a write to a sharded weight's row that is lost",

@@ -24,15 +24,15 @@ class Module(nn.Module):
 def test_new_values_are_found_where_they_are_kept_and_replaced_there():
     module = Module()
     kept = KeptValues(module)
-    assert kept.new() == []
+    assert not kept.new()
     module.rows += ["a", ("b", "c")]
     module.recent.append("d")
     module.by_name["old"].append("e")
     module.by_name["new"].append("f")
     module.of_loaders[1].append("g")
     module.cache = torch.ones(2)  # of the step's own
-    assert sorted(map(str, kept.new())) == sorted(map(str, ["a", ("b", "c"), "d", "e", ["f"], "g"]))
-    kept.replace(lambda values: [("whole", each) for each in values])
+    assert sorted(map(str, kept.new().values())) == sorted(map(str, ["a", ("b", "c"), "d", "e", ["f"], "g"]))
+    kept.replace(lambda values: {path: ("whole", each) for path, each in values.items()})
     assert module.rows == ["old", ("whole", "a"), ("whole", ("b", "c"))]
     assert list(module.recent) == ["old", ("whole", "d")]
     assert dict(module.by_name) == {"old": ["old", ("whole", "e")], "new": ("whole", ["f"])}
@@ -43,8 +43,8 @@ def test_a_list_that_is_new_is_another_and_the_callers_stays_as_it_is():
     module = Module()
     kept, batch = KeptValues(module), {"ids": "part"}
     module.last_batch = batch
-    assert kept.new() == [batch]
-    kept.replace(lambda values: [{"ids": "whole"} for _ in values])
+    assert kept.new() == {("last_batch",): batch}
+    kept.replace(lambda values: {path: {"ids": "whole"} for path in values})
     assert (batch, module.last_batch) == ({"ids": "part"}, {"ids": "whole"})
 
 
@@ -52,7 +52,7 @@ def test_a_list_of_training_stays_the_one_that_layers_add_to_in_the_backward():
     module = Module()
     kept, masks = KeptValues(module, trains=True), [torch.zeros(2, 3)]
     module.rows.append(masks)
-    kept.replace(lambda values: [[torch.ones(2, 6) for _ in value] for value in values])
+    kept.replace(lambda values: {path: [torch.ones(2, 6) for _ in value] for path, value in values.items()})
     assert module.rows[-1] is masks
     assert masks[0].shape == (2, 6)
 
@@ -62,7 +62,7 @@ def test_values_that_were_taken_away_are_not_missed():
     kept = KeptValues(module)
     module.rows.clear()
     del module.by_name["old"]
-    assert kept.new() == []
+    assert not kept.new()
 
 
 def test_new_values_are_found_in_a_list_that_was_emptied_and_in_one_that_drops_its_first():
@@ -72,4 +72,4 @@ def test_new_values_are_found_in_a_list_that_was_emptied_and_in_one_that_drops_i
     module.rows.clear()
     module.rows.append("e")
     module.recent.append("f")
-    assert sorted(kept.new()) == ["e", "f"]
+    assert kept.new() == {("rows", 0): "e", ("recent", 1): "f"}

@@ -33,7 +33,7 @@ from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
 from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
 from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
-from lightning_sp.trainer.loops import monitored_names, names_of_sum
+from lightning_sp.trainer.loops import evaluated_step, monitored_names, names_of_sum
 from lightning_sp.trainer.optimizers.state_of_weights import states_by_weight
 
 _NOT_GIVEN: Any = object()
@@ -54,6 +54,7 @@ class CurrentSequence:
     _log_once: LogOnce
     _module: Any
     _groups: HostGroups
+    _views: Any  # `preflight.views.Views`: which kinds of steps see whole sequences
     optimizers: Any
 
     @property
@@ -174,8 +175,10 @@ class CurrentSequence:
 
     def _add_up(self, number: Tensor) -> Tensor:
         """Return the sum of a logged number, of which its values and its name tell how it adds up."""
-        names = names_of_sum(self._module.trainer, number)
-        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names)
+        trainer = self._module.trainer
+        whole = self._views.sees_whole(evaluated_step(trainer))
+        names = names_of_sum(trainer, number)
+        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names, is_whole=whole)
 
     def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of Lightning's strategy; what it logs is known where it is added up."""

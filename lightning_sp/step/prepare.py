@@ -75,6 +75,7 @@ from lightning_sp.parallelize import (
     tensor_parallel,
     tied_parameters,
     tile_mlps,
+    told_before_freed,
     transformer_blocks,
     used_as_whole,
     used_parameters,
@@ -323,7 +324,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
         CrossEntropyInterception(context, names.rebind_to),
         RowDropoutInterception(context, names),
         SdpaInterception(context, names),
-        DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward),
+        DeferredHeads(context, module, config.loss_chunk_tokens, is_freed_after_forward, told_before_freed),
         WholeGeneration(context, module),
     ]
     if syncs_batch_norm(module):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -34,6 +35,8 @@ class DeferredHeads(AbstractContextManager[None]):
         root: the model.
         chunk_tokens: how many tokens' logits exist at a time in a loss, or "auto"; None leaves the heads alone.
         is_freed: whether FSDP frees a unit's weights when its forward ends.
+        told_before_freed: (root, weight, function): calls it before a weight that is whole is freed, until what it gives closes. Manual
+            optimization has backwards, and steps of optimizers, before a step reads its logits.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class DeferredHeads(AbstractContextManager[None]):
         root: nn.Module,
         chunk_tokens: int | str | None,
         is_freed: Callable[[FSDPModule], bool] = lambda _: True,
+        told_before_freed: Callable[..., ExitStack] = lambda *_: ExitStack(),
     ) -> None:
         self._context, self._root, self._chunk_tokens, self._is_freed = context, root, chunk_tokens, is_freed
+        self._told_before_freed = told_before_freed
         self._undo = ExitStack()
         self._calls: list[weakref.ref[HeadCall]] = []
         # Of each head's unit how many of its forwards are running: until its end the weights are whole.
@@ -57,6 +62,7 @@ class DeferredHeads(AbstractContextManager[None]):
             before = vars(head).get("forward")
             head.forward = MethodType(_deferring(self, unit, before), head)  # type: ignore[method-assign]
             self._undo.callback(_put_back, head, before)
+            self._undo.enter_context(self._told_before_freed(self._root, head.weight, partial(self._keep_held, head)))
             if unit is not None and unit not in self._running:
                 self._running[unit] = 0
                 self._undo.callback(unit.register_forward_pre_hook(self._enter, prepend=True).remove)
@@ -104,6 +110,12 @@ class DeferredHeads(AbstractContextManager[None]):
 
     def _alive(self) -> Iterator[HeadCall]:
         yield from (call for each in self._calls if (call := each()) is not None)
+
+    def _keep_held(self, head: nn.Linear) -> None:
+        """Copy weights that are about to be freed, for logits that somebody still holds."""
+        for call in self._alive():
+            if call.weight is head.weight and call.is_held:
+                call.keep()
 
     def _enter(self, unit: FSDPModule, args: Any) -> None:
         self._running[unit] += 1

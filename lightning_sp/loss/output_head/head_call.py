@@ -64,13 +64,18 @@ class HeadCall:
         """Of the vocabulary."""
         return len(self.weight) if self.part is None else self.part.total
 
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody holds logits of it."""
+        return any(each() is not None for each in self._logits)
+
     def make_all(self) -> None:
         """Make those that somebody holds, and no others from now on: the weights will be others.
 
         Those of several ranks' words wait for whoever reads them: one rank alone may hold them.
         """
         if self.part is not None:
-            if any(each() is not None for each in self._logits):
+            if self.is_held:
                 self.keep()
             return
         for each in self._logits:

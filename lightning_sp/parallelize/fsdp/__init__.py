@@ -9,7 +9,12 @@ from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, us
 from lightning_sp.parallelize.fsdp.freed_behind_runs import freed_behind_run
 from lightning_sp.parallelize.fsdp.inner_backward import gathering_again, gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
-from lightning_sp.parallelize.fsdp.parameter_groups import is_freed_after_forward, sharded_parameter, whole_parameters
+from lightning_sp.parallelize.fsdp.parameter_groups import (
+    is_freed_after_forward,
+    sharded_parameter,
+    told_before_freed,
+    whole_parameters,
+)
 from lightning_sp.parallelize.fsdp.shard_model import (
     ParameterLayout,
     accumulating,
@@ -56,6 +61,7 @@ __all__ = [
     "run_with_whole_parameters",
     "shard_model",
     "sharded_parameter",
+    "told_before_freed",
     "used_as_whole",
     "used_parameters",
     "watch_behind_runs",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -36,6 +37,32 @@ def sharded_parameter(root: nn.Module, whole: torch.Tensor) -> nn.Parameter | No
 def is_freed_after_forward(unit: FSDPModule) -> bool:
     """Return whether a unit's whole parameters are freed when its forward ends, and not only after its backward."""
     return any(group._reshard_after_forward for group in parameter_groups([unit]))
+
+
+def told_before_freed(root: nn.Module, weight: torch.Tensor, tell: Callable[[], None]) -> ExitStack:
+    """Call a function before whole parameters are freed that a weight is among, until what is returned closes: behind a backward, say.
+
+    Args:
+        root: the sharded module.
+        weight: as a module shows it outside of its forward.
+        tell: called while they are whole.
+    """
+    undo = ExitStack()
+    for group in parameter_groups(fsdp_modules(root)):
+        if any(each.sharded_param is weight for each in group.fsdp_params):
+            for name in ("_to_sharded", "_to_sharded_post_forward"):
+                undo.callback(delattr, group, name)
+                setattr(group, name, _telling(group, getattr(group, name), tell))
+    return undo
+
+
+def _telling(group: Any, free: Callable[[], None], tell: Callable[[], None]) -> Callable[[], None]:
+    def told() -> None:
+        if group.is_unsharded:
+            tell()
+        free()
+
+    return told
 
 
 def shares_parameters(root: nn.Module, unit: nn.Module) -> bool:

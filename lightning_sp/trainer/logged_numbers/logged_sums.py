@@ -5,7 +5,7 @@
 
 Which of the two a number is, the preflight tells by its name (`preflight/numbers.py:counted_once`). Of what a hook logs, or without the
 preflight, the values tell, with a warning where they are the same on all ranks of each sequence: one with a fraction is taken for theirs
-together, a whole number for each rank's own.
+together, a whole number for each rank's own. In the global view what is the same is theirs together.
 """
 
 from __future__ import annotations
@@ -63,7 +63,13 @@ class LoggedSums:
             yield
 
     def add_up(
-        self, value: Tensor, mesh: SequenceMesh, world: ProcessGroup | None, names: Collection[str] = ()
+        self,
+        value: Tensor,
+        mesh: SequenceMesh,
+        world: ProcessGroup | None,
+        names: Collection[str] = (),
+        *,
+        is_whole: bool = False,
     ) -> Tensor:
         """Return the sum of a number of which its values tell how it adds up. Every rank must call it.
 
@@ -72,6 +78,7 @@ class LoggedSums:
             mesh: of the run.
             world: all ranks, on a backend for host objects.
             names: under which it may be logged, where no step is logging it now.
+            is_whole: it is of a kind of step that sees whole sequences, as its hooks do.
 
         Communicates: the value of each rank.
         """
@@ -79,6 +86,8 @@ class LoggedSums:
         numbers = comm.gather_objects(float(value), world)[:: mesh.tensor_parallel_size]
         of_ranks = torch.tensor(numbers, dtype=torch.float64).view(-1, mesh.layout.size)
         alike = bool((of_ranks == of_ranks[:, :1]).all()) and bool(of_ranks.any())
+        if alike and is_whole:
+            return of_ranks[:, 0].sum().to(value)
         if not alike or self._is_told(names):
             return of_ranks.sum().to(value)
         once = bool((of_ranks != of_ranks.round()).any())

@@ -43,6 +43,22 @@ LOSS = (
         f"{_WAITING}::test_losses_and_gradients_are_those_of_logits_that_are_made[most]",
     ),
     fault(
+        "logits read behind a step made of the weights that it has left",
+        "loss/output_head/deferred_heads.py",
+        "            if call.weight is head.weight and call.is_held:\n",
+        "            if False:\n",
+        "tests/loss/output_head/test_later_logits.py::"
+        "test_logits_read_behind_a_backward_and_a_step_are_those_of_before[part]",
+    ),
+    fault(
+        "a hook's whole number of the global view counted for each rank",
+        "trainer/logged_numbers/logged_sums.py",
+        "        if alike and is_whole:\n",
+        "        if False:\n",
+        "tests/trainer/logged_numbers/test_logged_sums.py::"
+        "test_in_the_global_view_what_ranks_have_alike_is_theirs_together",
+    ),
+    fault(
         "logits that a view wrote to, read as they were before",
         "loss/output_head/deferred_logits.py",
         "            call.share_memory()\n",

@@ -10,23 +10,28 @@ from torch.utils.data import DataLoader
 
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
 
+NAMES = ("kilotokens", "rows", "loss", "counted")
 SUM: dict[str, Any] = dict(reduce_fx="sum", sync_dist=True, on_step=False, on_epoch=True)
 
 
 class Sums(Plain):
     """Of equal shards: a rank's tokens in thousands are a fraction, and the same on all ranks."""
 
-    each = 1  # 2: every second batch logs them, and the others another number
+    each = 1  # 2: every second batch logs them, and the others another number; 3: a hook logs a whole number
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        if batch_idx % self.each == 0:
+        if self.each != 2 or batch_idx % 2 == 0:
             self.log("kilotokens", batch["input_ids"].numel() / 1000, **SUM)
             self.log("rows", float(len(batch["input_ids"])), **SUM)
         else:
             self.log("others", 1.0, **SUM)
         self.log("loss", loss.detach(), **SUM)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.each == 3:
+            self.log("counted", float((batch["input_ids"] > 30).sum()), **SUM)
 
 
 def fit(world: int, strategy: dict[str, Any] | None, each: int = 1) -> tuple[dict[str, float], list[str]]:
@@ -37,6 +42,6 @@ def fit(world: int, strategy: dict[str, Any] | None, each: int = 1) -> tuple[dic
     trainer = quiet_trainer(world, strategy=strategy) if strategy else quiet_trainer(1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(TokenDataset(4 if each == 1 else 12), batch_size=2))
+        trainer.fit(module, DataLoader(TokenDataset(12 if each == 2 else 4), batch_size=2))
     said = [str(each.message) for each in caught if "no trial has told" in str(each.message)]
-    return {name: float(trainer.callback_metrics[name]) for name in ("kilotokens", "rows", "loss")}, said
+    return {name: float(trainer.callback_metrics[name]) for name in NAMES[: 4 if each == 3 else 3]}, said

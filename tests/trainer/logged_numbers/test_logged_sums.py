@@ -15,6 +15,14 @@ def test_the_preflight_tells_parts_from_what_ranks_have_together(pools):
         assert said == []
 
 
+def test_in_the_global_view_what_ranks_have_alike_is_theirs_together(pools):
+    """A hook's whole number, too."""
+    (alone, _), *_ = pools(1).run(ranks.fit, 1, {"sequence_parallel_size": 1}, 3)
+    for found, said in pools(2).run(ranks.fit, 2, {"ulysses_size": 2, "global_view": True}, 3):
+        assert found == pytest.approx(alone, rel=1e-6)
+        assert said == []
+
+
 def test_a_trial_of_a_batch_that_logs_others_leaves_what_is_known(pools):
     """Of six batches the first, third and fifth log; the second logs another number, and is tried behind its step."""
     (alone, _), *_ = pools(1).run(ranks.fit, 1, {"sequence_parallel_size": 1}, 2)

@@ -2,6 +2,7 @@
 
 from lightning_sp.checkpoint.background import BackgroundSaves
 from lightning_sp.checkpoint.contents.check import check_optimizers, loads_by_own_rules
+from lightning_sp.checkpoint.contents.containers import restore_containers
 from lightning_sp.checkpoint.contents.frozen import (
     EXCLUDED,
     exclude_frozen,
@@ -10,6 +11,7 @@ from lightning_sp.checkpoint.contents.frozen import (
     is_built_noted,
     note_built,
 )
+from lightning_sp.checkpoint.contents.plain import AS_TEXT
 from lightning_sp.checkpoint.contents.random_state import derived_seed, random_state, restore_random_state
 from lightning_sp.checkpoint.contents.state import (
     load_model_state,
@@ -32,6 +34,7 @@ from lightning_sp.checkpoint.save import save_checkpoint
 from lightning_sp.checkpoint.staged_folder import staged_bytes
 
 __all__ = [
+    "AS_TEXT",
     "EXCLUDED",
     "Address",
     "BackgroundSaves",
@@ -59,6 +62,7 @@ __all__ = [
     "recover",
     "remnants",
     "remove_expired",
+    "restore_containers",
     "restore_random_state",
     "save_checkpoint",
     "sharded_like",

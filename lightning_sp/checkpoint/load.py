@@ -21,6 +21,7 @@ from torch.distributed.tensor import empty as empty_dtensor
 
 from lightning_sp import comm
 from lightning_sp.checkpoint.contents.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
+from lightning_sp.checkpoint.contents.containers import restore_containers
 from lightning_sp.checkpoint.contents.frozen import excluded_shapes, include_frozen
 from lightning_sp.checkpoint.contents.plain import STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.contents.state import model_state
@@ -96,11 +97,11 @@ def load_checkpoint(
         error = f"checkpoint {path} cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(error, group)
     if metadata is not None and contents is not None:
-        _check_files(contents, group)
         checkpoint = _read_tensors(
             contents, checkpoint, metadata, module, with_optimizers=with_optimizers, all_of_model=adapted, group=group
         )
     include_frozen(path, checkpoint, module, group)
+    restore_containers(checkpoint)
     return checkpoint
 
 
@@ -155,6 +156,7 @@ def _read_tensors(
     all_of_model: bool,
     group: ProcessGroup | None,
 ) -> dict[str, Any]:
+    _check_files(contents, group)
     stored = metadata.state_dict_metadata
     # What is sharded in other entries has any shape: split as what tensor parallelism leaves whole.
     shards = (each for each in module.parameters() if isinstance(each, DTensor))

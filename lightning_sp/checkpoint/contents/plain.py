@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+from lightning_sp.checkpoint.contents.containers import (
+    CONTAINERS,
+    HYPER_PARAMETERS,
+    TYPES,
+    described_containers,
+    key_of,
+    plain_container,
+)
+
+# The entry of a checkpoint that says which of its hyperparameters became text.
+AS_TEXT = "lightning_sp_as_text"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -39,9 +49,13 @@ def plain_checkpoint(
     described: list[str] = []
     plain = {}
     for key, value in checkpoint.items():
-        if key == "hparams_type":  # OmegaConf's class, for what is a dict now
+        if key in TYPES.values():  # the class of what is a dict now
             continue
         plain[str(key)] = _plain(value, str(key), described if key in HYPER_PARAMETERS else refused, sharded)
+    if containers := described_containers(checkpoint):
+        plain[CONTAINERS] = containers
+    if described:
+        plain[AS_TEXT] = described
     return plain, refused, described
 
 
@@ -61,15 +75,15 @@ def _plain(value: Any, where: str, strange: list[str], sharded: dict[str, DTenso
         return value.detach().cpu().clone()
     if type(value) in _PLAIN:
         return value
+    value = plain_container(value)
     is_class = isinstance(value, type)
-    # OmegaConf's are no Mapping.
     if isinstance(value, Mapping) or (not is_class and hasattr(value, "items") and hasattr(value, "keys")):
-        return {_key(k): _plain(v, f"{where}[{k!r}]", strange, sharded) for k, v in value.items()}
+        return {key_of(k): _plain(v, f"{where}[{k!r}]", strange, sharded) for k, v in value.items()}
     if isinstance(value, (set, frozenset)):
         return {_plain(v, where, strange, None) for v in value}  # a name in a tensor's place would be a dict
     if isinstance(value, tuple):
         return tuple(_plain(v, f"{where}[{i}]", strange, sharded) for i, v in enumerate(value))
-    if isinstance(value, list) or type(value).__name__ == "ListConfig":
+    if isinstance(value, list):
         return [_plain(v, f"{where}[{i}]", strange, sharded) for i, v in enumerate(value)]
     if isinstance(value, Path):
         return str(value)
@@ -81,7 +95,3 @@ def _plain(value: Any, where: str, strange: list[str], sharded: dict[str, DTenso
         return value.item()  # numpy's scalars
     strange.append(f"{where} is {type(value).__module__}.{type(value).__qualname__}")
     return repr(value)
-
-
-def _key(key: Any) -> Any:
-    return key if type(key) in (str, int, float, bool, tuple, type(None)) else str(key)

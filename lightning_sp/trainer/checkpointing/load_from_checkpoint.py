@@ -6,7 +6,8 @@ names that Lightning's `core/saving.py` calls are bound to the functions below w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -16,7 +17,14 @@ import torch
 from lightning.pytorch.core import saving
 from torch import Tensor, nn
 
-from lightning_sp.checkpoint import EXCLUDED, include_frozen_of_whole, is_checkpoint_folder, read_checkpoint_folder
+from lightning_sp.checkpoint import (
+    AS_TEXT,
+    EXCLUDED,
+    include_frozen_of_whole,
+    is_checkpoint_folder,
+    read_checkpoint_folder,
+    restore_containers,
+)
 from lightning_sp.errors import SequenceParallelError
 
 
@@ -30,17 +38,42 @@ def read_checkpoint_folders() -> None:
     @wraps(original)
     def read(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if isinstance(path, (str, Path)) and is_checkpoint_folder(path):
-            return _moved(read_checkpoint_folder(path), map_location)
-        return original(path, map_location=map_location, weights_only=weights_only)
+            checkpoint = _moved(read_checkpoint_folder(path), map_location)
+        else:
+            checkpoint = original(path, map_location=map_location, weights_only=weights_only)
+        if isinstance(checkpoint, dict):
+            restore_containers(checkpoint)
+        return checkpoint
 
     @wraps(load)
     def load_state(cls: Any, checkpoint: dict[str, Any], **options: Any) -> Any:
+        _check_text(cls, checkpoint, options)
         if not (issubclass(cls, nn.Module) and checkpoint.get(EXCLUDED)):
             return load(cls, checkpoint, **options)
         with _whole_states(cls, checkpoint):
             return load(cls, checkpoint, **options)
 
     vars(saving).update({"pl_load": read, "_load_state": load_state})
+
+
+def _check_text(cls: Any, checkpoint: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Refuse to build a class of hyperparameters that are in its checkpoint as text alone.
+
+    Raises:
+        SequenceParallelError: with the first of them that is not given.
+    """
+    key, parameters = f"{cls.CHECKPOINT_HYPER_PARAMS_KEY}[", inspect.signature(cls.__init__).parameters
+    takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+    as_one = checkpoint.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+    for described in checkpoint.get(AS_TEXT, ()):
+        if not described.startswith(key):
+            continue
+        name = as_one if as_one in parameters else described[len(key) :].partition("]")[0].strip("'\"")
+        if name not in given and (takes_all or name in parameters):
+            raise SequenceParallelError(
+                f"{described}, which the checkpoint holds as text, and {cls.__name__} would be built of that: give it, "
+                f"{cls.__name__}.load_from_checkpoint(..., {name}=...); or leave it out, self.save_hyperparameters(ignore=[{name!r}])"
+            )
 
 
 @contextmanager

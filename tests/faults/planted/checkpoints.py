@@ -146,4 +146,11 @@ CHECKPOINTS = (
         "        if False:\n",
         f"{BACKGROUND}::test_what_is_written_at_once",
     ),
+    fault(
+        "a module that is built of the text of a hyperparameter",
+        "trainer/checkpointing/load_from_checkpoint.py",
+        "        _check_text(cls, checkpoint, options)\n",
+        "",
+        "tests/checkpoint/contents/test_containers.py::test_a_module_is_not_built_of_what_became_text",
+    ),
 )

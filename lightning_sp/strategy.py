@@ -155,7 +155,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
             self._start_windows(refuses=self.sequence_parallel_size > 1)
-            self._steps.context.sums_over_groups = None
+            self._steps.context.forget_sums()
             self.setup_optimizers(trainer)
             check_interrupted_saves(trainer, self._groups.world)
             self._to_try.expect(self.config.preflight and self.world_size > 1, trainer.global_step)

@@ -201,12 +201,13 @@ class BatchFlags(NamedTuple):
 
 class SameBatch(NamedTuple):
     """What ranks have told each other of a batch: whether they differ in its entries, what is so on any, whether any has written to buffers,
-    and all to the same ones."""
+    and all to the same ones, and how many rows of each data-parallel group count."""
 
     uneven: bool
     of_any: BatchFlags
     writes_buffers: bool = False
     same_buffers: bool = True
+    rows: tuple[int, ...] = ()
 
 
 def check_same_batch(
@@ -218,6 +219,7 @@ def check_same_batch(
     num_groups: int,
     entries: int = 0,
     is_whole: bool = False,
+    rows: int = 0,
     flags: BatchFlags = BatchFlags(),  # noqa: B008  immutable
     loop: Mapping[str, Any] = MappingProxyType({}),
     written: Written = NOTHING_WRITTEN,
@@ -234,17 +236,18 @@ def check_same_batch(
         entries: a number that tells which entries the batch holds.
         num_groups: data-parallel groups, of which each has a number of ranks that share their sequences.
         is_whole: the batch holds no sequence, and is not split.
+        rows: of it that count.
         flags: of this rank.
         loop: plain values by name, by which a loop decides what follows this batch.
         written: what this rank has written to outside of its steps.
         group: a CPU-capable group over the world.
 
-    Communicates: one all_reduce on the host, of 128 bytes and 32 for each data-parallel group. Where ranks differ, as `_refuse`.
+    Communicates: one all_reduce on the host, of 128 bytes and 40 for each data-parallel group. Where ranks differ, as `_refuse`.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         if error:
             raise SequenceParallelError(error)
-        return SameBatch(uneven=False, of_any=flags)
+        return SameBatch(uneven=False, of_any=flags, rows=(rows,))
     report = _RankReport(
         1 if error else 0,
         digest,
@@ -256,11 +259,12 @@ def check_same_batch(
         written.buffers,
         written.shards,
     )
-    of_all, of_groups = _largest_and_least(report, flags, num_groups, group)
+    of_all, of_groups, rows_of_groups = _largest_and_least(report, flags, num_groups, rows, group)
     failed, *of_any = map(bool, of_all[:6].tolist())
     uneven, wholes, loops, others, writes = (of_all[6::2] != -of_all[7::2]).tolist()
     if not (failed or wholes or loops or writes or bool((of_groups[0] != -of_groups[1]).any())):
-        return SameBatch(uneven, BatchFlags(*of_any), writes_buffers=bool(of_all[12]), same_buffers=not others)
+        rows_told = tuple(rows_of_groups.tolist())
+        return SameBatch(uneven, BatchFlags(*of_any), bool(of_all[12]), same_buffers=not others, rows=rows_told)
     _refuse(report, error, loop, written, group)
 
 
@@ -287,22 +291,25 @@ def _refuse(
 
 
 def _largest_and_least(
-    report: _RankReport, flags: tuple[bool, ...], num_groups: int, group: ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative.
+    report: _RankReport, flags: tuple[bool, ...], num_groups: int, rows: int, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the largest of all ranks, and of each data-parallel group, of each number and of its negative; and the
+    rows of each data-parallel group.
 
     Shapes: (16,): failed, the five flags, and of entries, whole, loop, buffers and shards each with its negative; (2, num_groups, 2): digest
-    and passes, and their negatives.
+    and passes, and their negatives; (num_groups,).
     """
     numbers = (report.entries, report.is_whole, report.loop, report.buffers, report.shards)
     bounds = tuple(sign * number for number in numbers for sign in (1, -1))
     of_all = torch.tensor([report.has_error, *map(int, flags), *bounds])
     of_groups = torch.full((2, num_groups, 2), torch.iinfo(torch.int64).min)
+    rows_of_groups = torch.full((num_groups,), torch.iinfo(torch.int64).min)
+    rows_of_groups[report.data_parallel_rank] = rows
     number = torch.tensor([report.digest, report.num_ring_passes])
     of_groups[0, report.data_parallel_rank], of_groups[1, report.data_parallel_rank] = number, -number
-    both = torch.cat([of_all, of_groups.view(-1)])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    return both[:16], both[16:].view(2, num_groups, 2)
+    told = torch.cat([of_all, of_groups.view(-1), rows_of_groups])
+    dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+    return told[:16], told[16:-num_groups].view(2, num_groups, 2), told[-num_groups:]
 
 
 def refuse_writes(own: Mapping[str, str], group: ProcessGroup | None) -> NoReturn:

@@ -44,6 +44,7 @@ class SequenceInfo:
         is_changed: numbers by which the step may do other things have changed on some rank.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         has_fillers: that is so on some rank.
+        rows_of_groups: of each data-parallel group, the rows that count; empty where nothing was told of them, in a trial.
         encoder: the encoder's sequence; None where the batch holds one sequence.
         beside: other sequences, each with names and rows of its own: of a step that sees whole sequences alone.
         dims: of the batch's entries that carry this sequence, along which dim.
@@ -74,6 +75,7 @@ class SequenceInfo:
     is_changed: bool = False
     is_filler: bool = False
     has_fillers: bool = False
+    rows_of_groups: tuple[int, ...] = ()
     encoder: SequenceInfo | None = None
     beside: tuple[SequenceInfo, ...] = ()
     encoder_is_whole: bool = False
@@ -125,6 +127,15 @@ class SequenceInfo:
     def local_tokens(self) -> int:
         """Tokens of all rows on this rank, an encoder's and a decoder's together; of a batch without a sequence its rows."""
         return self.rows * max(1, self.shape[1] // (1 if self.is_whole else self.layout.size))
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether other data-parallel groups have other numbers of rows that count."""
+        return len(set(self.rows_of_groups)) > 1
+
+    def counts_apart(self, *, trains: bool) -> bool:
+        """Return whether a mean over groups is none of one device's: some have fillers, or, in training, unequally many rows of one batch."""
+        return self.has_fillers or (trains and self.is_uneven)
 
     @property
     def has_attention_mask(self) -> bool:

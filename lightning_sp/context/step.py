@@ -50,6 +50,7 @@ class Step:
         dropout_calls: numbers of the attention calls with dropout.
         whole_calls: likewise of the modules that run whole on every rank.
         logs_new: whether it logs under a name that no trial has compared.
+        adds_up_rows: as the context has it.
         masks: by (sequence of the queries, sequence of the keys, causal), sequences by number; built and checked once for all layers.
     """
 
@@ -71,6 +72,7 @@ class Step:
     dropout_calls: DropoutCalls = field(default_factory=DropoutCalls)
     whole_calls: WholeCalls = field(default_factory=WholeCalls)
     logs_new: bool = False
+    adds_up_rows: bool = False
     masks: dict[tuple[int, int, bool], AttentionMask] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,6 +117,8 @@ class SequenceContext:
         self.whole_step: Step | None = None
         # Whether sums of cross entropies are over all data-parallel groups; None where no trial of a step with reductions has told.
         self.sums_over_groups: bool | None = None
+        # Whether a step's loss adds up its rows, so that the mean over data-parallel groups is one device's, divided by their number.
+        self.adds_up_rows = False
         # Of the sums that a step logs, by the step's name and theirs, whether the ranks of a sequence have one together, or each a part of it.
         self.logged_once: dict[str, dict[str, bool]] = {}
         # The names under which training_step logs in trials that compare them; None before the first.
@@ -161,6 +165,10 @@ class SequenceContext:
             self.unsharded.leave()
         else:
             self.unsharded.come_back()
+
+    def forget_sums(self) -> None:
+        """Begin a fit, of whose losses no trial has told over which rows their sums are."""
+        self.sums_over_groups, self.adds_up_rows = None, False
 
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""

@@ -153,7 +153,7 @@ def _compare(
         found, (crop, of_group) = compared_on_crops(compared, (crop, own), larger, runner)
         if found is not None:
             # What is not one device's is no matter of course, though DDP does it too.
-            (rank_zero_info if found.loss_of_one_device is None else rank_zero_warn)(found.describe())
+            (rank_zero_info if found.is_one_devices else rank_zero_warn)(found.describe())
         layout = runner.context.mesh.layout
         if found is None or math.isnan(found.difference) or wanted is not None or layout.size == 1:
             return found, TriedBatch({}, True, seen_tokens, cuts_alike=wanted is not None or layout.size == 1)
@@ -262,15 +262,16 @@ def _run(
     monitored: Collection[str] | None,
 ) -> Agreement | None:
     """Compare; in 16 bits and after some steps a difference may be what rounding makes of small gradients: it is said, not refused."""
-    if not after:
-        return run_preflight(trial, monitored, read, counters)
     try:
-        trial = replace(trial, crop=f"{trial.crop} after {after} optimizer steps")
-        return run_preflight(trial, monitored, read_padding=read, counters=counters)
+        trial = replace(trial, crop=f"{trial.crop} after {after} optimizer steps") if after else trial
+        found = run_preflight(trial, monitored, read, counters)
+        if found is not None and not math.isnan(found.difference):
+            trial.context.adds_up_rows = found.adds_up_rows
+        return found
     except TrialFailedError:
         raise
     except SequenceParallelError as error:
-        if isinstance(error, LossDiffersError) or not has_16_bit_weights(trial.module):
+        if not after or isinstance(error, LossDiffersError) or not has_16_bit_weights(trial.module):
             raise
         rank_zero_warn(str(error))
         return None

@@ -21,8 +21,8 @@ from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import write_counts
 from lightning_sp.parameter_names import shown
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
+from lightning_sp.preflight.differences import groups
 from lightning_sp.preflight.differences.decisions import check_read_numbers
-from lightning_sp.preflight.differences.groups import averages_groups, trial_of_groups, with_sums_settled
 from lightning_sp.preflight.differences.hidden_branches import (
     HidingWeights,
     first_names,
@@ -97,7 +97,7 @@ def run_preflight(
         read_padding()
         if trial.context.global_view and trial.context.mesh.layout.size > 1:
             if trial.context.mesh.data_parallel_size > 1 and random_step(trial, whole) is not None:
-                trial = trial_of_groups(trial, *trial.of_group)  # each group draws for its own rows
+                trial = groups.trial_of_groups(trial, *trial.of_group)  # each group draws for its own rows
                 whole = _run_whole(trial)
         elif trial.context.mesh.splits_samples:
             check_random_draws(trial, whole)
@@ -107,7 +107,7 @@ def run_preflight(
         # In the global view tensors say themselves whose tokens they have.
         others = None if trial.context.global_view else modules_of_training(trial, whole)
         trial.context.unsharded.set(*(others or (None,)))
-        sharded = with_sums_settled(trial, whole, _run_sharded(trial, whole))
+        sharded = groups.with_sums_settled(trial, whole, _run_sharded(trial, whole))
     _check_alike(trial, whole, sharded)
     found = _judged(trial, whole, sharded, started)
     trial.learn_outputs(whole, sharded)
@@ -326,7 +326,7 @@ def _judge_buffers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     own = {name: each for name, each in differences.items() if not each.error <= tolerance * each.scale}
     if own and mesh.data_parallel_size > 1 and mesh.layout.size == 1:
         with _eager():
-            of_group = trial_of_groups(trial, *trial.of_group).whole()
+            of_group = groups.trial_of_groups(trial, *trial.of_group).whole()
         differences = buffer_differences(trial.module, of_group.buffers, sharded.buffers, trial.device)
         if all(each.error <= tolerance * each.scale for each in differences.values()):
             rank_zero_info(
@@ -353,15 +353,15 @@ def _agreement(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -
     try:
         return _compare(trial, whole, sharded, started, list)
     except SequenceParallelError:
-        found = _agreement_of_groups(trial, sharded, started) if averages_groups(trial, whole, sharded) else None
+        found = _agreement_of_groups(trial, sharded, started) if groups.averages_groups(trial, whole, sharded) else None
         if found is None:
             return _compare(trial, whole, sharded, started, find)
-        return replace(found, loss_of_one_device=float(whole.loss.detach()))
+        return groups.beside_one_device(found, trial, whole, sharded)
 
 
 def _agreement_of_groups(trial: Trial, sharded: Outcome, started: float) -> Agreement | None:
     """Return how a step compares with whole sequences where each data-parallel group has a loss of its own; None where it differs."""
-    apart = trial_of_groups(trial, *trial.of_group)
+    apart = groups.trial_of_groups(trial, *trial.of_group)
     try:
         with _eager():
             whole = apart.whole()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from lightning_sp.batch_structure import entries_of
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.streams import mixed_seed, streams_from
 from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.batch.filler_marks import ignore_beside_others, is_filler_batch, without_mark
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.sharded_batch import FillerBatch
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.step.current_sequence import CurrentSequence
@@ -86,7 +86,10 @@ class BatchStarts(CurrentSequence, ABC):
 
     def _before_transfer(self, own: Callable[[Any], Any], batch: Any, hook: str, number: int) -> Any:
         """Run a hook on the batch of a loader, before it is split. Every rank must call it."""
-        self._was_filler = isinstance(batch, FillerBatch)  # the hook may make another one, without the mark
+        # The hook may make another one, without the mark.
+        self._was_filler, batch = is_filler_batch(batch), without_mark(batch)
+        with suppress(SequenceParallelError):  # said on all ranks, where the batch is sharded
+            ignore_beside_others(batch)
         if self.sequence_parallel_size == 1 or not self.config.shard_batch:
             return own(batch)
         trainer = self._module.trainer
@@ -138,6 +141,7 @@ class BatchStarts(CurrentSequence, ABC):
         self._batch = replace(
             found.to(self.root_device), seed=info.seed, dropout=info.dropout, uneven_entries=info.uneven_entries, is_longer=info.is_longer,
             is_padded=info.is_padded, is_changed=info.is_changed, is_filler=info.is_filler, has_fillers=info.has_fillers,
+            rows_of_groups=info.rows_of_groups,
         )  # fmt: skip
         if (step := self._steps.context.step) is not None:  # a trial, which runs the hooks within its step
             step.take(self._batch)

@@ -225,14 +225,14 @@ class CurrentSequence:
 
     @contextmanager
     def _beside_fillers(self, step: str) -> Iterator[None]:
-        """Run a step whose batch holds fillers on some rank, so that these count nowhere; any other as it is."""
-        batch = self._batch
-        if batch is None or not batch.has_fillers or self._steps.context.is_tried:
+        """Run a step whose batch holds fillers on some rank, so that these count nowhere, or unequally many rows; any other as it is."""
+        batch, trains = self._batch, step == "training_step"
+        if batch is None or not batch.counts_apart(trains=trains) or self._steps.context.is_tried:
             yield
             return
         holders = [self._module, *of_user(self._module.trainer)]
-        puts_back = metrics_put_back(holders, trains=step == "training_step") if batch.is_filler else nullcontext()
-        with self._filler_logs.beside(batch), puts_back:
+        puts_back = metrics_put_back(holders, trains=trains) if batch.is_filler else nullcontext()
+        with self._filler_logs.beside(batch, batch.rows if trains else 1), puts_back:
             yield
         forget_computed(holders)
 

@@ -328,7 +328,8 @@ class StepRunner:
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
         self._root_unit = RootUnit(self.module)
-        step = Step(batch=batch, loss_group=loss_group, token_group=self.context.run_mesh.token_group)
+        mesh, added = self.context.run_mesh, self.context.adds_up_rows
+        step = Step(batch=batch, loss_group=loss_group, token_group=mesh.token_group, adds_up_rows=added)
         self.context.begin(step)
         search_once(is_on=True)
         if batch.is_whole:

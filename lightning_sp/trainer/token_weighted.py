@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_sp import comm
 from lightning_sp.context.step import Step
 from lightning_sp.loss.token_weighting import TokenWindow, counts_in, scale_gradients
 from lightning_sp.parallelize import drop_accumulated
@@ -37,14 +36,18 @@ class TokenWeightedStrategy(ShardedModelStrategy):
         return self._window.weigh(loss, counts_in(loss, step)) if self._accumulate > 1 else loss
 
     def _of_counted_groups(self, loss: Tensor, step: Step | None) -> Tensor:
-        """Return a loss by hand, of which FSDP averages the gradients of all groups, so that a group of fillers counts for nothing.
+        """Return a loss, of which FSDP averages the gradients of all groups, so that each group counts by its rows, and fillers for nothing.
 
-        Others are of all groups' targets or rows already. Communicates: which ranks have fillers, in a step that has some.
+        The mean of the weights is 1: what of the loss is of all groups' targets or rows already counts as before. A loss that adds up rows is
+        one device's, divided by the number of groups.
         """
-        if step is None or not step.batch.has_fillers or step.num_over_groups or counts_in(loss, step):
+        rows = () if step is None else step.batch.rows_of_groups
+        if step is None or not any(rows):
             return loss
-        counted = comm.gather_objects(not step.batch.is_filler, self._groups.world)
-        return loss * (0.0 if step.batch.is_filler else len(counted) / sum(counted))
+        own = 0 if step.batch.is_filler else step.batch.rows
+        if step.adds_up_rows:
+            return loss * len(rows) if own else loss * 0.0
+        return loss * (own * len(rows) / sum(rows)) if step.batch.is_uneven else loss
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

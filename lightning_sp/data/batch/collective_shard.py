@@ -14,9 +14,10 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.contents.media import entries_digest
 from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.batch.filler_marks import ignore_beside_others, is_filler_batch, without_mark
 from lightning_sp.data.batch.hand_sharded import hand_sharded_info
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.data.batch.sharded_batch import FillerBatch, is_sharded
+from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import SequenceMesh
@@ -56,9 +57,9 @@ def collective_shard(
     Raises:
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
     """
+    is_filler, batch = is_filler or is_filler_batch(batch), without_mark(batch)
     local, info, fault = _own_part(batch, mesh, options, by_hand=by_hand)
     compared = local is not batch or _is_whole_of_all(batch, info, mesh, by_hand=by_hand)
-    is_filler = is_filler or isinstance(batch, FillerBatch)
     flags = comm.BatchFlags(ends=ends, changed=is_changed, fillers=is_filler)
     if info is not None:
         longer, changed = info.local_tokens > most_tokens, is_changed or is_new(info)
@@ -72,6 +73,7 @@ def collective_shard(
             num_groups=mesh.data_parallel_size,
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
+            rows=0 if info is None or is_filler else info.rows,
             flags=flags,
             loop=loop,
             written=written,
@@ -88,6 +90,7 @@ def _own_part(
 ) -> tuple[Any, SequenceInfo | None, Exception | None]:
     """Return this rank's part of a batch and what was whole, or the error, which is sent to the other ranks: they would wait for ever."""
     try:
+        ignore_beside_others(batch)
         if by_hand or is_sharded(batch):
             return batch, hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options), None
         return *shard_batch(batch, mesh.layout, mesh.sequence_rank, options), None
@@ -98,7 +101,9 @@ def _own_part(
 def _told(info: SequenceInfo, agreed: comm.SameBatch, *, is_filler: bool) -> SequenceInfo:
     """Return what was whole, with what ranks have told each other of it."""
     found = agreed.of_any
-    info = replace(info, is_filler=is_filler, has_fillers=found.fillers, uneven_entries=agreed.uneven)
+    info = replace(
+        info, is_filler=is_filler, has_fillers=found.fillers, rows_of_groups=agreed.rows, uneven_entries=agreed.uneven
+    )
     return replace(info, is_longer=found.longer, is_padded=found.padded, is_changed=found.changed)
 
 

@@ -13,20 +13,6 @@ class ShardedBatch(dict[str, Any]):
     """A batch that holds this rank's part of its sequences. The type is the mark: it is never sharded twice."""
 
 
-class FillerBatch(dict[str, Any]):
-    """A batch of fillers alone. The type is the mark: none of its rows counts. Entries are attributes too, as a `BatchEncoding`'s are."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an entry."""
-        if name in self:
-            return self[name]
-        raise AttributeError(name)
-
-
-class ShardedFillerBatch(FillerBatch, ShardedBatch):
-    """Both."""
-
-
 def is_sharded(batch: Any) -> bool:
     """Return whether a batch already holds one rank's part of its sequences."""
     if isinstance(batch, ShardedBatch):

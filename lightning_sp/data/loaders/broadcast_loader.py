@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 from lightning_sp import comm
 from lightning_sp.data.batch.digest import digest
+from lightning_sp.data.batch.filler_marks import marked
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.deal import DealtIndices, RandomStream, random_states
-from lightning_sp.data.loaders.fillers import ignore_targets
 from lightning_sp.data.loaders.own_state import OwnState
 from lightning_sp.data.loaders.workers import named_workers, prepare_workers
 from lightning_sp.errors import SequenceParallelError, told_error
@@ -51,8 +51,8 @@ class BroadcastLoader:
 
     Without a sequence's group in its coordinates every rank reads its own: batches that were sharded by hand, or split by the user's sampler.
 
-    Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch, in training without
-    targets, until all have.
+    Data-parallel groups whose loaders end at different times go on together: those that have ended repeat their last batch, in training with
+    the mark of fillers, until all have.
 
     Args:
         loader: the user's; iterated on the reading rank alone.
@@ -143,22 +143,19 @@ class BroadcastLoader:
             ended = self._ended(RankState(self.coordinates.dp_rank, kind, error, drawn), count)
             if len(ended) == self.coordinates.dp_size:
                 return
-            if ended and not count and not self.trains:
+            if ended and not count:
                 last = self._of_others(batch if kind == "batch" else None)
+            if ended and self.trains and (shown := batch if kind == "batch" else last) is not None:
+                marked(shown)  # refused on all ranks
             if kind == "end":
-                if last is None and count:
+                if last is None:
                     raise SequenceParallelError(
                         f"data-parallel rank {self.coordinates.dp_rank} had read all of its {count} batches when the checkpoint was stored, and "
                         "others have more: what it is to repeat beside them is not in its loader's state; resume from an earlier checkpoint or "
                         "one of an epoch's end, or split the dataset evenly"
                     )
-                if last is None:
-                    raise SequenceParallelError(
-                        f"data-parallel rank {self.coordinates.dp_rank} has no batch at all while others have: split the dataset so "
-                        "that each has one"
-                    )
                 self.fillers_from = count if self.fillers_from is None else self.fillers_from
-                batch = ignore_targets(last) if self.trains else last  # of an evaluation nothing stays
+                batch = marked(last) if self.trains else last  # of an evaluation nothing stays
             last = batch
             count += 1
             if self._own_state is not None and kind == "batch" and reads:
@@ -263,7 +260,7 @@ class BroadcastLoader:
         return read
 
     def _of_others(self, own: Any) -> Any:
-        """Return a batch of an evaluation whose groups are more than its batches: those that have none repeat another's.
+        """Return a batch of an epoch whose groups are more than its batches: those that have none repeat another's.
 
         Communicates: the batches that there are, over all ranks.
         """

@@ -1,26 +1,20 @@
 """Fillers: samples that are repeated where a rank would have none in the last batch.
 
-Every rank must take part in the collectives of a micro-batch. A sampler gives the index of a filler as ``~i``. In training sample i keeps its
-shape, and its targets are ignored, so that it adds nothing to a loss over valid tokens. Of an evaluation's nothing stays (`step.fillers`), and
-it needs no targets. A rank's batch holds fillers alone, or none.
+Every rank must take part in the collectives of a micro-batch. A sampler gives the index of a filler as ``~i``. In training its batch has a mark,
+by which losses leave it out (`loss.interception`, `reductions`, `trainer.token_weighted`); a step finds sample i as it is, for it may look up
+its targets. Beside another loader's batch of the same step its targets are ignored instead. Of an evaluation's nothing stays (`step.fillers`).
+A rank's batch holds fillers alone, or none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_sp.data.batch.sharded_batch import FillerBatch, ShardedBatch, ShardedFillerBatch
+from lightning_sp.data.batch.filler_marks import marked
 from lightning_sp.data.samplers.filler_index import FillerIndex
-from lightning_sp.errors import SequenceParallelError
-from lightning_sp.labels import IGNORE_INDEX
-
-TARGETS = ("shift_labels", "labels", "targets")
-LOSS_MASKS = ("loss_mask", "completion_mask", "target_mask", "loss_weights")
 
 
 class MarkedSample(NamedTuple):
@@ -97,14 +91,12 @@ class FillerDataset(StandsFor, Dataset[Any]):
 
 
 class FillerCollate(StandsFor):
-    """A collate function that ignores the targets of a batch of fillers in training.
-
-    It works on the batch and not on samples: only there are a user's targets sure to have names.
+    """A collate function that marks a batch of fillers in training.
 
     Args:
         collate: the user's: samples -> a batch.
         trains: the batches are trained on.
-        fillers_come: of training, this run has fillers. A batch without known targets is then refused at once, not at an epoch's end.
+        fillers_come: of training, this run has fillers. A batch that can have no mark is then refused at once, not at an epoch's end.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], *, trains: bool, fillers_come: bool = False) -> None:
@@ -116,37 +108,5 @@ class FillerCollate(StandsFor):
         if is_filler:
             samples = samples.samples if type(samples) is MarkedBatch else [each.sample for each in samples]
         batch = self.stood_for(samples)
-        if self.fillers_come:
-            known_targets(batch)
-        return ignore_targets(batch) if is_filler and self.trains else batch
-
-
-def known_targets(batch: Any) -> list[str]:
-    """Return the entries of a batch that say what a sample counts for: its targets, and masks of its loss.
-
-    Raises:
-        SequenceParallelError: no entry is known to hold targets.
-    """
-    found = [n for n in (*TARGETS, *LOSS_MASKS) if isinstance(batch, Mapping) and isinstance(batch.get(n), Tensor)]
-    # No number means "ignored" to a loss of numbers.
-    known = [n for n in found if n in LOSS_MASKS or not batch[n].is_floating_point()]
-    if not known:
-        entries = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
-        raise SequenceParallelError(
-            f"the samples do not divide evenly over the data-parallel ranks, and the batch ({entries}) has no {', '.join(TARGETS)} of whole "
-            "numbers to ignore in what fills up the last batch: use drop_last=True in training, or name the targets so"
-        )
-    return known
-
-
-def ignore_targets(batch: Any) -> Any:
-    """Return the batch with all targets ignored and all masks of the loss zero.
-
-    Raises:
-        SequenceParallelError: no entry of the batch is known to hold targets.
-    """
-    known = known_targets(batch)
-    filler = ShardedFillerBatch(batch) if isinstance(batch, ShardedBatch) else FillerBatch(batch)
-    for name in known:
-        filler[name] = torch.full_like(batch[name], IGNORE_INDEX if name in TARGETS else 0)
-    return filler
+        found = marked(batch) if self.fillers_come or (is_filler and self.trains) else batch
+        return found if is_filler and self.trains else batch

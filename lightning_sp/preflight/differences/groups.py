@@ -19,7 +19,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.comparison import averaged, gradient_differences
-from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
+from lightning_sp.preflight.explain.verdict import Agreement, relative_differences, tolerance_of
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.trial import Trial
 
@@ -67,6 +67,17 @@ def with_sums_settled(trial: Trial, whole: Outcome, sharded: Outcome) -> Outcome
     # Neither is one device's: what reductions make is of all groups.
     context.sums_over_groups = bool(sharded.num_over_groups)
     return sharded if context.sums_over_groups == first else other
+
+
+def beside_one_device(found: Agreement, trial: Trial, whole: Outcome, sharded: Outcome) -> Agreement:
+    """Return an agreement of groups apart with one device's loss, and whether that and its gradients are the sum of the groups'."""
+    assert whole.loss is not None
+    assert sharded.loss is not None
+    loss, groups = float(whole.loss.detach()), trial.context.mesh.data_parallel_size
+    added = {name: None if each is None else each * groups for name, each in sharded.gradients.items()}
+    differences = gradient_differences(whole.loss, averaged(sharded.loss) * groups, whole.gradients, added)
+    alike = all(each <= tolerance_of(whole.dtypes) for each in relative_differences(differences).values())
+    return replace(found, loss_of_one_device=loss, adds_up_rows=alike and loss != 0)
 
 
 def _agrees(whole: Outcome, sharded: Outcome) -> bool:

@@ -42,6 +42,7 @@ class Agreement:
         tolerance: what was allowed.
         seconds: what it cost.
         loss_of_one_device: on the rows of all data-parallel groups, where that is another number than the mean of their losses; else None.
+        adds_up_rows: and it is their sum, which training steps take.
         compared: what the step compares tokens of the batch with.
     """
 
@@ -52,6 +53,7 @@ class Agreement:
     tolerance: float
     seconds: float
     loss_of_one_device: float | None = None
+    adds_up_rows: bool = False
     has_gradients: bool = True
     compared: Mapping[Entry, Compared] = field(default_factory=dict)
 
@@ -60,10 +62,20 @@ class Agreement:
         """Whether numbers were compared that could have differed: finite ones, and gradients that are not all 0."""
         return self.has_gradients and not math.isnan(self.difference)
 
+    @property
+    def is_one_devices(self) -> bool:
+        """Whether training steps have one device's loss."""
+        return self.loss_of_one_device is None or self.adds_up_rows
+
     def describe(self) -> str:
         """Return one line."""
         if math.isnan(self.difference):
             return f"preflight: {self.crop} cannot be compared: whole, the loss is {self.loss:.6g} and a gradient is not finite"
+        if self.adds_up_rows:
+            return (
+                f"preflight: {self.crop}, whole and sharded, agree where the losses of the data-parallel groups' own rows are added up: "
+                f"{self.loss_of_one_device:.6g}, as one device has it; self.log shows each group's own"
+            )
         if self.loss_of_one_device is not None:
             return (
                 f"preflight: {self.crop}, whole and sharded, agree where each data-parallel group has a loss of its own rows, averaged "

@@ -3,6 +3,8 @@
     self.log("loss", loss, on_epoch=True, sync_dist=True)        7 rows on 2 groups: a mean over 7, not over 8
     self.log("rows", 1.0, reduce_fx="sum", sync_dist=True)       7 of an epoch, 1 of its last step
 
+Of a step of training on unequally many rows a mean over ranks is one over rows, too.
+
 Other ranks' messages need every rank: a log is made on all, and what it adds is taken back.
 """
 
@@ -34,7 +36,7 @@ class FillerLogs:
     def __init__(self, batch: Callable[[], SequenceInfo | None]) -> None:
         self._batch = batch
         self._followed: list[Any] = []
-        self._counts: bool | None = None
+        self._counts: float | None = None
 
     def follow(self, trainer: Trainer) -> None:
         """Leave fillers out of what the loops of a trainer log, until `release`."""
@@ -64,14 +66,14 @@ class FillerLogs:
         if self._counts is None or not isinstance(number, Tensor):
             return reduce(number, op)
         if (op := str(op).lower()) in ("mean", "avg"):
-            count = total(torch.full_like(number, float(self._counts)))
-            return total(number if self._counts else torch.zeros_like(number)) / count
+            count = total(torch.full_like(number, self._counts))
+            return total(number * self._counts if self._counts else torch.zeros_like(number * 1.0)) / count
         return reduce(number if self._counts else torch.full_like(number, _NEUTRAL.get(op, 0.0)), op)
 
     def _update(self, results: Any, key: str, value: Any, batch_size: int) -> None:
         own, info = partial(type(results).update_metrics, results, key, value, batch_size), self._batch()
         # Hooks at an epoch's end log numbers of no batch.
-        if info is None or not info.has_fillers or results.batch is None:
+        if info is None or not info.counts_apart(trains=results.training) or results.batch is None:
             own()
             return
         result = results[key]
@@ -82,15 +84,15 @@ class FillerLogs:
             return
         taken_back = info.is_filler and of_ranks and result.meta.on_epoch
         before = {name: getattr(result, name) for name in result._defaults} if taken_back else {}
-        with self.beside(info):
+        with self.beside(info, info.rows if results.training else 1):
             own()
         for name, kept in before.items():
             setattr(result, name, kept.to(getattr(result, name).dtype))
 
     @contextmanager
-    def beside(self, info: SequenceInfo) -> Iterator[None]:
-        """Count what is reduced in the block on the ranks alone whose rows count, where some rank has fillers."""
-        before, self._counts = self._counts, not info.is_filler if info.has_fillers else None
+    def beside(self, info: SequenceInfo, rows: int = 1) -> Iterator[None]:
+        """Count what is reduced in the block on the ranks alone whose rows count, in a mean by their rows."""
+        before, self._counts = self._counts, 0.0 if info.is_filler else float(rows)
         try:
             yield
         finally:
@@ -99,6 +101,6 @@ class FillerLogs:
     def counted(self, group: ProcessGroup | None) -> list[bool] | None:
         """Return of each rank whether what is gathered in the block in progress is of rows that count; None where all is.
 
-        Communicates: that, where some rank has fillers.
+        Communicates: that, where groups have unequally many.
         """
-        return None if self._counts is None else comm.gather_objects(self._counts, group)
+        return None if self._counts is None else comm.gather_objects(bool(self._counts), group)

@@ -1,10 +1,13 @@
-"""Samples become batches: stacked or refused, and fillers without targets."""
+"""Samples become batches: stacked or refused, and fillers with a mark."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 
+from lightning_sp.data.batch.filler_marks import ignore_beside_others, is_filler_batch, marked, without_mark
 from lightning_sp.data.loaders.collate import Batches, stack
 from lightning_sp.data.loaders.fillers import FillerCollate, FillerDataset
 from lightning_sp.data.samplers.filler_index import FillerIndex
@@ -14,29 +17,41 @@ from lightning_sp.text.windows import Windows
 from tests.text.test_windows import corpus_of
 
 
-def test_a_filler_has_the_sample_without_its_targets():
+def test_a_filler_is_its_sample_with_a_mark():
     batches = Batches(Windows(corpus_of([9, 9]), 4))
     real, filler = batches[[3, 0]], batches[[FillerIndex(~3), FillerIndex(~0)]]
-    assert torch.equal(real["input_ids"], filler["input_ids"])
-    assert torch.equal(real["position_ids"], filler["position_ids"])
-    assert (filler["shift_labels"] == IGNORE_INDEX).all()
-    assert (filler["labels"] == IGNORE_INDEX).all()
-    assert (real["shift_labels"] != IGNORE_INDEX).all()
+    assert all(torch.equal(real[name], filler[name]) for name in real)
+    assert is_filler_batch(filler)
+    assert not is_filler_batch(real)
 
 
-def test_a_mask_of_the_loss_is_zero_in_a_filler():
-    samples = FillerDataset([{"labels": torch.tensor([3, 4]), "loss_mask": torch.tensor([1, 1])}])
-    filler = FillerCollate(stack, trains=True, fillers_come=True)([samples[FillerIndex(~0)]])
-    assert len(samples) == 1
-    assert filler["labels"].tolist() == [[IGNORE_INDEX] * 2]
-    assert filler["loss_mask"].tolist() == [[0, 0]]
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_what_has_no_names_has_a_mark_too(kind):
+    samples = FillerDataset([torch.zeros(2)])
+    filler = FillerCollate(kind, trains=True, fillers_come=True)([samples[FillerIndex(~0)]])
+    assert isinstance(filler, kind)
+    assert is_filler_batch(filler)
+    assert type(without_mark(filler)) is kind
 
 
-def test_targets_without_a_known_name_are_refused_with_the_first_batch():
-    samples = FillerDataset([{"x": torch.zeros(2)}])
-    assert list(FillerCollate(stack, trains=True, fillers_come=False)([samples[0]])) == ["x"]
-    with pytest.raises(SequenceParallelError, match=r"the batch \(\['x'\]\) has no shift_labels, labels, targets"):
-        FillerCollate(stack, trains=True, fillers_come=True)([samples[0]])
+def test_targets_of_fillers_beside_another_loaders_samples_are_ignored():
+    given = {"labels": torch.tensor([3, 4]), "loss_mask": torch.tensor([1, 1])}
+    batch = {"a": marked(given), "b": {"labels": torch.tensor([5])}}
+    ignore_beside_others(batch)
+    assert batch["a"]["labels"].tolist() == [IGNORE_INDEX] * 2
+    assert batch["a"]["loss_mask"].tolist() == [0, 0]
+    assert batch["b"]["labels"].tolist() == [5]
+    assert given["labels"].tolist() == [3, 4]
+    with pytest.raises(SequenceParallelError, match=r"its batch \(\['x'\]\) has no shift_labels, labels, targets"):
+        ignore_beside_others([marked({"x": torch.zeros(2)}), {}])
+
+
+def test_a_batch_that_can_have_no_mark_is_refused_with_the_first_one():
+    samples = FillerDataset([torch.zeros(2)])
+    collate = partial(FillerCollate, torch.stack, trains=True)
+    assert collate(fillers_come=False)([samples[0]]).shape == (1, 2)
+    with pytest.raises(SequenceParallelError, match="can have no mark as a Tensor: use drop_last=True"):
+        collate(fillers_come=True)([samples[0]])
 
 
 def test_a_filler_of_an_evaluation_needs_no_targets():

@@ -228,10 +228,32 @@ DATA = (
     fault(
         "a loss by hand averaged over groups of fillers",
         "trainer/token_weighted.py",
-        "        return loss * (0.0 if step.batch.is_filler else len(counted) / sum(counted))\n",
-        "        return loss\n",
+        "        own = 0 if step.batch.is_filler else step.batch.rows\n",
+        "        own = step.batch.rows\n",
         "tests/trainer/batches/test_groups.py::test_a_loss_by_hand_of_fillers_counts_for_nothing[True-2]",
         "tests/trainer/batches/test_groups.py::test_a_loss_by_hand_of_fillers_counts_for_nothing[False-1]",
+    ),
+    fault(
+        "groups of unequally many rows averaged as equals",
+        "trainer/token_weighted.py",
+        "loss * (own * len(rows) / sum(rows)) if step.batch.is_uneven else loss\n",
+        "loss\n",
+        "tests/trainer/batches/test_rows_of_groups.py::test_each_group_counts_by_its_rows[7]",
+        "tests/trainer/batches/test_rows_of_groups.py::test_by_hand_and_along_sequences_too[2-strategy0-False]",
+    ),
+    fault(
+        "a loss that adds up rows averaged over groups",
+        "trainer/token_weighted.py",
+        "return loss * len(rows) if own else loss * 0.0\n",
+        "return loss if own else loss * 0.0\n",
+        "tests/trainer/batches/test_rows_of_groups.py::test_each_group_counts_by_its_rows[7]",
+    ),
+    fault(
+        "what a step logs of unequally many rows averaged as if they were equally many",
+        "trainer/logged_numbers/filler_logs.py",
+        "info.rows if results.training else 1",
+        "1",
+        "tests/trainer/batches/test_rows_of_groups.py::test_each_group_counts_by_its_rows[7]",
     ),
     fault(
         "tensors of other shapes, gathered",
@@ -257,8 +279,8 @@ DATA = (
     fault(
         "a filler's number in what a step logs over all ranks",
         "trainer/logged_numbers/filler_logs.py",
-        "self._counts, not info.is_filler if info.has_fillers else None",
-        "self._counts, True if info.has_fillers else None",
+        "self._counts, 0.0 if info.is_filler else float(rows)",
+        "self._counts, float(rows)",
         "tests/trainer/logged_numbers/test_fillers.py::test_what_is_logged_beside_fillers_is_one_devices[2-strategy0-7-others0]",
     ),
     fault(
@@ -306,8 +328,8 @@ DATA = (
     fault(
         "a filler of a class of the user's own, taken for samples",
         "step/batch_starts.py",
-        "        self._was_filler = isinstance(batch, FillerBatch)",
-        "        self._was_filler = False",
+        "        self._was_filler, batch = is_filler_batch(batch), without_mark(batch)",
+        "        self._was_filler, batch = False, without_mark(batch)",
         "tests/trainer/hooks/test_fillers_in_hooks.py::test_a_fit_whose_last_batch_is_a_filler_of_one_group[own tuple]",
     ),
     fault(
@@ -320,8 +342,8 @@ DATA = (
     fault(
         "eval_loss with fillers that carry the mark",
         "data/batch/collective_shard.py",
-        "is_filler = is_filler or isinstance(batch, FillerBatch)",
-        "is_filler = False",
+        "is_filler, batch = is_filler or is_filler_batch(batch), without_mark(batch)",
+        "is_filler, batch = False, without_mark(batch)",
         EVALUATED,
     ),
     fault(

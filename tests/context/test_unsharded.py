@@ -10,7 +10,7 @@ import torch
 from tests.context import unsharded_ranks as ranks
 
 WAYS = [
-    ("plain", {}),
+    pytest.param("plain", {}, marks=pytest.mark.slow),
     pytest.param("around", {}, marks=pytest.mark.slow),
     ("inside", {}),
     pytest.param("plain", {"activation_checkpointing": True}, marks=pytest.mark.slow),

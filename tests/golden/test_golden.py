@@ -100,6 +100,7 @@ def test_a_balanced_layout_gives_the_golden_losses(results: Results, layout: Any
     assert_equal(results(("balanced", layout))["losses"], golden())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [RESUMES[0], *slow(RESUMES[1:])])
 def test_a_resume_on_other_degrees_goes_on_with_the_golden_losses(results: Results, change: Any) -> None:
     stopped = results(("stop", RESUMES.index(change)))["losses"]

@@ -74,6 +74,7 @@ def compare_with_unsharded(whole, degrees, mask, kernel, stages=1):
             assert kernels <= 2e-2 * true.square().mean().sqrt().item(), f"{name}: {kernels:.2e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
 @MASKS
 def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths, window):
@@ -82,6 +83,7 @@ def test_bfloat16_through_the_emulation_on_the_cpu(degrees, lengths, window):
         compare_with_unsharded(whole, degrees, mask_of(True, lengths, window), "auto")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", DEGREES[:2], ids=["2x2", "4x1"])
 @MASKS
 def test_bfloat16_in_stages_that_share_keys(degrees, lengths, window):

@@ -33,6 +33,7 @@ def test_hand_written_losses_are_those_of_ddp(pools, groups, kinds):
                 assert max(max_error(step[name], one) for name, one in expected.items()) < 1e-12, kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drawn", "counts_calls", "sum_over_all_targets_and_own"])
 def test_what_no_single_device_gives_trains(pools, kind):
     case = dict(kind=kind, masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True)

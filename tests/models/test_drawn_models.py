@@ -10,6 +10,7 @@ from tools.drawn_models.operations import OPERATIONS
 from tools.flows import ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "layout"), [(1, LAYOUTS[0]), (2, LAYOUTS[1]), (5, LAYOUTS[2])])
 def test_a_drawn_model_is_exact(pools, tmp_path, seed, layout):
     flow = DrawnFlow(seed)

@@ -52,6 +52,7 @@ def stepped(policy, *, dropout=0.0, layers=2, backend="aot_eager"):
     return out.detach(), [x.grad, *(each.grad for each in model.parameters())], sorted(map(str, saved.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_a_budget_changes_no_bit(dropout):
     out, grads, _ = stepped("none", dropout=dropout)
@@ -118,6 +119,7 @@ class Compiled(Mlp):
         return super().forward(x)
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_all_policies_in_turn_are_compiled():
     """Behind eight graphs of a function torch would run it as it is written."""

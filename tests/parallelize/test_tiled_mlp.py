@@ -172,6 +172,7 @@ def test_an_mlp_that_is_called_by_the_name_of_its_input_runs_in_tiles():
     assert widest.elements == 24 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [dict(ulysses_size=2), dict(ring_size=2, activation_checkpointing=True)])
 def test_a_model_of_hugging_face_trains_as_without(pools, strategy):
     cases = [

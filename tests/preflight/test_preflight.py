@@ -10,6 +10,7 @@ import torch
 from lightning_sp import SequenceParallelError
 from lightning_sp.preflight import backward
 from tests.preflight import preflight_ranks as ranks
+from tests.slow import slow
 
 AGREE = r"preflight: a crop of (\d+) x (\d+) tokens, whole and sharded, agree: .* gradient ([\d.e+-]+) \((\S*); allowed (\S+)\)"
 
@@ -153,6 +154,7 @@ def test_it_runs_again_after_some_steps(pools):
         assert found == steps, answer["said"]
 
 
+@pytest.mark.slow
 def test_in_16_bits_a_later_difference_is_said_and_training_goes_on(pools):
     case = dict(build="llama", kind="late", max_steps=5, data={"size": 10}, precision="bf16-true")
     found = pools(2).run(ranks.warnings_of, case)[0]
@@ -238,7 +240,7 @@ def test_one_process_has_nothing_to_compare(pools):
     assert not any("preflight" in line for line in answer["said"])
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, *slow(2)])
 def test_no_trace(pools, accumulate):
     """Bit for bit: a run with the preflight is the run without."""
     for on, off in pools(2).run(ranks.traces_with_and_without, 2, accumulate):

@@ -13,6 +13,7 @@ GROUPS = pytest.param(4, dict(data_parallel_size=2, ring_size=2), marks=pytest.m
 LAYOUTS = [RING, pytest.param(*ULYSSES, marks=pytest.mark.slow), GROUPS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_right_numbers_are_logged_without_a_word(pools: Any, world: int, strategy: dict[str, int]):
     (one,) = pools(1).run(ranks.trained, 1, ("right",), {})

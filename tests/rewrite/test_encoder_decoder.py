@@ -159,6 +159,7 @@ def hold_gradients(pools, expected, world, layout, chosen, sharded=ranks.sharded
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", ["own", "t5"])
 def test_data_parallel_groups_may_differ_in_what_their_padding_hides(pools, build):
     """A group whose batch hides nothing meets no collective of one whose does."""
@@ -171,6 +172,7 @@ def test_data_parallel_groups_may_differ_in_what_their_padding_hides(pools, buil
         assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [one["grads"][n] for n in names], names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "layout"), [("longt5", {"ring_size": 2}), ("longt5 with globals", {"ulysses_size": 2})]
 )

@@ -209,6 +209,7 @@ def hold_gradients(pools, expected, world, layout, numbers, sharded=ranks.sharde
                 assert not answer["restored"], (case, answer["restored"])
 
 
+@pytest.mark.slow
 def test_an_explicit_mask_is_kept_to_within_declared_documents(pools):
     one = ranks.one_process("explicit whole documents", data=PACKED)
     case = dict(build="explicit whole", data=PACKED, strategy={"ring_size": 2, "preflight": True})
@@ -349,6 +350,7 @@ def test_a_second_model_in_the_same_process(pools, expected):
         assert "compile=True, before False" in refusal
 
 
+@pytest.mark.slow
 def test_frequencies_that_remember_the_longest_batch_are_not_evaluated_on_unequal_lengths_side_by_side(pools):
     split, whole = dict(data_parallel_size=2), dict(ring_size=2)
     for build, lengths in (("llama dynamic", [32, 32, 24, 24]), ("llama longrope", [32, 24, 16, 24])):

@@ -34,6 +34,7 @@ def test_every_layout_drops_the_same_of_a_row(pools: Any, arguments: dict[str, A
     assert len({tuple(mask.tolist()) for mask in masks}) == len(masks)
 
 
+@pytest.mark.slow
 def test_a_row_keeps_its_mask_in_any_data_parallel_group(pools: Any):
     one = pools(2).run(ranks.trained, dict(ring_size=2), 4, {})[0]["dropped"]
     two = pools(4).run(ranks.trained, dict(data_parallel_size=2, ring_size=2), 2, {})

@@ -144,6 +144,7 @@ def test_a_fit_is_that_of_saved_stages(pools, name):
         same_run(staged, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_in_16_bits_gradients_are_as_near_as_without_stages(pools, precision):
     sizes = dict(model="llama", world=2, data=dict(size=2), max_steps=1)

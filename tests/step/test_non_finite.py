@@ -53,6 +53,7 @@ def test_a_second_run_that_fails_on_one_rank_ends_the_run():
         pool.run(ranks.fails_soon, 1.0, dict(ring_size=2, preflight=False))
 
 
+@pytest.mark.slow
 def test_a_finite_loss_runs_no_forward_more(pools):
     never = [each["forwards"] for each in pools(2).run(ranks.non_finite, "never", dict(ring_size=2, preflight=False))]
     once = [each["forwards"] for each in pools(2).run(ranks.non_finite, "layer", dict(ring_size=2, preflight=False))]

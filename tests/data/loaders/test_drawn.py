@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.data.loaders import drawn_ranks as ranks
 
 
@@ -12,6 +14,7 @@ def test_ranks_of_a_sequence_draw_one_window(pools, tmp_path):
     assert len({str(each) for each in one}) == 8
 
 
+@pytest.mark.slow
 def test_a_resume_in_an_epoch_draws_what_the_run_would_have(pools, tmp_path):
     whole, _ = pools(2).run(ranks.fit, {"ring_size": 2}, str(tmp_path), 0)
     assert pools(2).run(ranks.fit, {"ring_size": 2}, str(tmp_path), 3)[0] == whole

@@ -35,13 +35,13 @@ WHOLE = dict(reshard_after_forward=False)
 CASES = [
     ("twice", {}, BLOCKS | HEAD),
     ("tied", WHOLE, BLOCKS),
-    ("chunked", WHOLE, BLOCKS | HEAD),
     ("first in float32", {}, set()),
     ("looked at", WHOLE, set()),
     ("separate, later partly", {}, set()),
-    ("separate, later first in float32", WHOLE, set()),
 ]
 MORE = [
+    ("separate, later first in float32", WHOLE, set()),
+    ("chunked", WHOLE, BLOCKS | HEAD),
     ("direct", {}, BLOCKS | HEAD),
     ("recomputed", {}, BLOCKS | HEAD),
     ("handed", {}, BLOCKS | HEAD),

@@ -12,6 +12,7 @@ from lightning_sp.global_view.compiled.saved import compiled_within
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
 from lightning_sp.testing import max_error
 from tests.parallelize.recomputation import test_state_of_blocks as blocks
+from tests.slow import slow
 
 KINDS = (
     *(blocks.Counts, blocks.CountsUnread, blocks.Reassigns, blocks.Averages, blocks.WritesMuch, blocks.Normalizes, blocks.Spectral),
@@ -62,12 +63,26 @@ def trained(kind, policy, backend):
     "policy",
     [
         "none",
-        "budget_1",
         "selective",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("budget_50", "full", "matmuls")),
+        *slow("budget_1", "budget_50", "full", "matmuls"),
     ],
 )
-@pytest.mark.parametrize("kind", [*KINDS, Read, ReadByData], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(blocks.Counts, blocks.Reassigns, blocks.Spectral, blocks.CountsInPython, blocks.Remembers, Read),
+        *slow(
+            blocks.CountsUnread,
+            blocks.Averages,
+            blocks.WritesMuch,
+            blocks.Normalizes,
+            blocks.Lists,
+            blocks.KeepsInFile,
+            ReadByData,
+        ),
+    ],
+    ids=lambda kind: kind.__name__,
+)
 def test_compiled_blocks_are_as_they_would_be(kind, policy):
     found, expected = trained(kind, policy, "aot_eager"), trained(kind, None, "")
     for number, (a, b) in enumerate(zip(found, expected, strict=True)):

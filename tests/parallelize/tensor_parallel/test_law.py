@@ -159,6 +159,7 @@ def test_no_rank_has_all_heads_of_a_packed_projection(pools: Any) -> None:
         assert packed < 0.75 * gathered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "difference"), [("32-true", 1e-6), ("bf16-mixed", 5e-3), ("bf16-true", 5e-3)])
 def test_words_in_other_precisions(pools: Any, precision: str, difference: float) -> None:
     [whole] = pools(1).run(partial(vocabulary_ranks.apart, 1, {}, precision=precision))
@@ -177,7 +178,7 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
     [
         "parallel",
         "tied",
-        "qwen3",
+        pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("lora", marks=pytest.mark.slow),
         "packed",
         pytest.param("packed lora", marks=pytest.mark.slow),
@@ -231,6 +232,7 @@ def test_layers_of_other_styles_are_whole_with_a_warning(pools: Any) -> None:
     assert "of the model's plan 3 entries are not carried, or stand beside such: model.layers.*.mlp.experts" in said
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_looks_at_its_part_alone_steps_whole_weights(pools: Any) -> None:
     """Of copies on each rank a norm of the part is right: it is tried on parts, too."""
     options: dict[str, Any] = dict(name="norm of shards", max_epochs=1)

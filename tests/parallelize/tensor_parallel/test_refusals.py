@@ -123,6 +123,7 @@ def test_what_is_refused_names_its_numbers(refused: list[dict[str, str]], name: 
         assert words in first[name]
 
 
+@pytest.mark.slow
 def test_dropout_behind_split_layers_is_the_same_on_all_ranks(pools: Any) -> None:
     case = dict(name="dropout behind", world=2, strategy={"tensor_parallel_size": 2})
     first, second = (each[0] for each in pools(2).run(tensor_parallel_ranks.fits, [case]))

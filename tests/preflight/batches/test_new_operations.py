@@ -7,6 +7,7 @@ import torch
 
 from lightning_sp.loss.operations import SeenOperations, pairs_of
 from tests.preflight.batches import new_operations_ranks as ranks
+from tests.slow import slow
 
 
 def test_pairs_name_what_a_loss_is_made_of():
@@ -33,7 +34,7 @@ def test_before_the_step_behind_one_of_new_operations_its_batch_is_tried(pools, 
         assert "cumulative sum" in found["error"]
 
 
-@pytest.mark.parametrize(("kind", "step"), [("sixth", 6), ("read", 6), ("last loss", 5)])
+@pytest.mark.parametrize(("kind", "step"), [*slow(("sixth", 6)), ("read", 6), ("last loss", 5)])
 def test_a_step_is_tried_as_it_was_though_the_next_one_would_not_do_so(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind, 8):
         assert f"2 x 32 tokens after {step} optimizer steps gives another result" in found["error"]

@@ -11,11 +11,12 @@ from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.batches.batches_to_try import BatchesToTry
 from lightning_sp.preflight.crops.crop import uneven_tokens
 from tests.preflight.batches import other_cuts_ranks as ranks
+from tests.slow import slow
 
 RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 
 
-@pytest.mark.parametrize("what", ["pairs", "every second"])
+@pytest.mark.parametrize("what", ["pairs", *slow("every second")])
 @pytest.mark.parametrize(
     ("degrees", "lengths"), [(RING, (16, 16, 12, 20)), (ULYSSES, (16, 16, 10, 14))], ids=["ring", "ulysses"]
 )
@@ -28,6 +29,7 @@ def test_a_step_that_groups_neighbours_is_tried_before_a_batch_that_is_cut_elsew
             assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
 
 
+@pytest.mark.slow
 def test_in_a_window_of_micro_batches_it_is_tried_before_the_next_step(pools):
     run = functools.partial(ranks.fit, accumulate_grad_batches=2)
     assert all(found["whole"] for found in pools(2).run(run, 2, RING, "pairs", (16, 12, 16, 16)))

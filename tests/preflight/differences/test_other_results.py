@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_sp.preflight.recording.kept_results import Result, noting_results, results_shown
 from tests.preflight.differences import other_results_ranks as ranks
+from tests.slow import slow
 
 
 class Model(nn.Module):
@@ -49,7 +50,7 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
     assert (float(model.loss), list(model.lately)) == (1.25, [0.25, 0.75])
 
 
-@pytest.mark.parametrize("kind", ["attribute", "tensor", "metric", "list"])
+@pytest.mark.parametrize("kind", ["attribute", "metric", *slow("tensor", "list")])
 def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kind):
     for found in pools(2).run(ranks.fit, kind):
         # Of a list nothing is read before there are two.
@@ -67,6 +68,7 @@ def test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_fi
         assert found["steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_with_them_is_not_compared_again(pools):
     for found in pools(2).run(ranks.fit, "none"):
         assert (found["error"], found["steps"], found["type"]) == ("", 4, True)

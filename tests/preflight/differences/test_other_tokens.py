@@ -43,6 +43,7 @@ def test_every_gradient_is_that_of_one_process(pools, layout, cases):
         assert_sharded_equals_unsharded([answer["grads"][n] for n in names], [expected[n] for n in names], names)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_told_apart_is_refused_on_all_ranks(pools):
     off = [dict(way="mean", patches=48, length=96, strategy={"preflight": False})]
     found = pools(2).run(ranks.sharded, [case for case, _ in REFUSED] + off)
@@ -67,6 +68,7 @@ def test_learned_arrays_are_refused_without_the_preflight(pools, layout):
             )
 
 
+@pytest.mark.slow
 def test_dropout_of_what_runs_whole_is_off_in_the_preflight(pools):
     for (answer,) in pools(2).run(ranks.sharded, [dict(way="dropout", patches=9, length=96, strategy=RING)]):
         assert not answer["error"], answer["error"]

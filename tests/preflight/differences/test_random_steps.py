@@ -18,7 +18,7 @@ RING, GROUPS = dict(ring_size=2), dict(data_parallel_size=2, ulysses_size=2)
         ("drawn whole", 2, RING),
         pytest.param("like", 2, RING, marks=pytest.mark.slow),
         pytest.param("noise", 2, RING, marks=pytest.mark.slow),
-        ("rows exchanged", 2, RING),
+        pytest.param("rows exchanged", 2, RING, marks=pytest.mark.slow),
         pytest.param("rows exchanged by torch", 2, RING, marks=pytest.mark.slow),
         pytest.param("drawn whole", 4, GROUPS, marks=pytest.mark.slow),
         pytest.param("noise", 4, GROUPS, marks=pytest.mark.slow),

@@ -60,6 +60,7 @@ def test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged(
     assert [each.partition(" =")[0] for each in listed] == ["accuracy", "alone"], said
 
 
+@pytest.mark.slow
 def test_what_a_rank_measures_for_itself_in_training_is_no_number_of_the_validation(pools: Any):
     for found in pools(2).run(ranks.timed):
         assert not found["ranks"], found["ranks"]

@@ -105,12 +105,12 @@ def test_what_only_some_runs_hide_is_not_shown():
     assert common_terms([found, {first: (0.0,)}], exact=False) == {}
 
 
-VARIANTS = ("vector", "alpha", "lerp", "where", "clamp", "maximum")
+VARIANTS = ("buffer", "relu", "small", "vector", "alpha", "lerp", "where", "clamp", "maximum")
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["number", "buffer", "relu", "small", *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)],
+    ["number", *(pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS)],
 )
 def test_a_hidden_term_that_looks_along_the_sequence_is_refused_before_the_first_step(pools, kind):
     precision = "32-true" if kind == "small" else "64-true"
@@ -146,6 +146,7 @@ def test_a_term_that_is_exact_or_never_counts_is_trained(pools, kind):
         assert found == {"error": "", "whole": False}
 
 
+@pytest.mark.slow
 def test_a_hidden_term_is_carried_in_the_global_view(pools):
     for found in pools(2).run(ranks.fit, "number", "64-true", "auto"):
         assert found == {"error": "", "whole": True}

@@ -15,10 +15,13 @@ def assert_same(found, plain):
         assert (found["weights"][name] - weight).abs().max() <= 1e-10, name
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("state", "batches", "buffer", "smaller")]
+SLOW = [
+    pytest.param(kind, marks=pytest.mark.slow)
+    for kind in ("loop", "positions", "state", "batches", "buffer", "smaller")
+]
 
 
-@pytest.mark.parametrize("kind", ["gradients", "positions", "loop", "metric", *SLOW])
+@pytest.mark.parametrize("kind", ["gradients", "metric", *SLOW])
 def test_whatever_decides_the_number(pools, kind):
     (plain,) = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": "auto"}):
@@ -26,6 +29,7 @@ def test_whatever_decides_the_number(pools, kind):
         assert found["whole"]
 
 
+@pytest.mark.slow
 def test_pieces_and_lengths_of_the_part_itself_need_no_whole(pools):
     (plain,) = pools(1).run(ranks.fit, "pieces", None)
     for found in pools(2).run(ranks.fit, "pieces", {"ring_size": 2, "global_view": "auto"}):
@@ -33,6 +37,7 @@ def test_pieces_and_lengths_of_the_part_itself_need_no_whole(pools):
         assert not found["whole"]
 
 
+@pytest.mark.slow
 def test_without_a_global_view_a_warning_has_the_line(pools):
     found = pools(2).run(ranks.fit, "buffer", {"ring_size": 2, "global_view": False})
     assert "training_step cuts tokens by a number of Python's" in found[0]["warned"]
@@ -45,6 +50,7 @@ def test_a_cut_to_fewer_tokens_is_named_for_what_it_is(pools):
         assert "a step that cuts its tokens to a number" in found["error"]
 
 
+@pytest.mark.slow
 def test_a_set_of_tokens_decides_on_whole_sequences(pools):
     (plain,) = pools(1).run(ranks.fit, "elements", None)
     for found in pools(2).run(ranks.fit, "elements", {"ring_size": 2, "global_view": "auto"}):

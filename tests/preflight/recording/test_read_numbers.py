@@ -7,6 +7,7 @@ import pytest
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.read_numbers import Line, Read, ReadNumbers, numbers_of_groups
 from tests.preflight.recording import read_numbers_ranks as ranks
+from tests.slow import slow
 
 RING, ULYSSES = {"ring_size": 2}, {"ulysses_size": 2}
 DECIDING = [
@@ -68,6 +69,7 @@ def test_a_step_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pool
 GROUPS = {"data_parallel_size": 2, "ring_size": 2}
 
 
+@pytest.mark.slow
 def test_each_data_parallel_group_decides_by_its_own_rows_about_its_own_loss_as_ddp_does(pools):
     [plain] = pools(1).run(ranks.fit, "mean of a group", None, 2)
     for found in pools(4).run(ranks.fit, "mean of a group", GROUPS, 2):
@@ -82,7 +84,7 @@ def test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups(pools, vie
         assert "about a loss that is of all groups' tokens" in found["error"]
 
 
-@pytest.mark.parametrize("kind", ["logged", "experts", "tokens", "distinct"])
+@pytest.mark.parametrize("kind", ["tokens", "distinct", *slow("logged", "experts")])
 def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, RING):
@@ -107,6 +109,7 @@ def test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequenc
         assert found["whole"]
 
 
+@pytest.mark.slow
 def test_without_a_global_view_it_is_warned_of_and_a_prediction_refused(pools):
     found = pools(2).run(ranks.evaluated, "count", {**RING, "global_view": False})
     assert any(

@@ -12,6 +12,7 @@ from torch import nn
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters, reads_batch_index
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from lightning_sp.users_code.iterators import Count
+from tests.slow import slow
 from tests.step.users_numbers import counted_ranks
 from tests.step.users_numbers import schedules_ranks as ranks
 
@@ -56,7 +57,7 @@ def test_what_begins_at_a_later_count_is_refused_before_it(pools, kind, after, s
         assert found["steps"] == after
 
 
-@pytest.mark.parametrize("kind", ["attribute", "entry", "tensor", "read", "batch_idx"])
+@pytest.mark.parametrize("kind", ["attribute", "batch_idx", *slow("entry", "tensor", "read")])
 def test_what_the_third_of_six_batches_does_is_refused_before_the_first(pools, kind):
     for found in pools(2).run(ranks.fit, kind):
         assert "as at optimizer step 2 in epoch 0 (" in found["error"]
@@ -65,6 +66,7 @@ def test_what_the_third_of_six_batches_does_is_refused_before_the_first(pools, k
         assert found["steps"] == 0
 
 
+@pytest.mark.slow
 def test_a_count_that_is_an_index_and_begins_anew_is_not_compared_beyond_what_it_reads(pools):
     for found in pools(2).run(ranks.fit, "index"):
         assert found == {"error": "", "steps": 8}
@@ -149,7 +151,7 @@ def test_whether_a_step_reads_its_index_is_seen_in_its_code():
     )
 
 
-@pytest.mark.parametrize("kind", ["frozen", "stopped", "rate", "index", "entry", "file", "iterator", "grown"])
+@pytest.mark.parametrize("kind", ["frozen", "stopped", "rate", "index", "entry", "file", "grown", *slow("iterator")])
 def test_what_comes_later_in_a_run_is_one_devices(pools, kind):
     (alone,) = pools(1).run(counted_ranks.fit, kind, False)
     for found in pools(2).run(counted_ranks.fit, kind, True):

@@ -68,6 +68,7 @@ def test_the_best_checkpoint_is_validated_after_the_fit(pools: Any, tmp_path: Pa
 
 
 # Plain WeightAveraging without a function fails in torch 2.11 where the average has another dtype.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "WeightAveraging"])
 def test_an_average_has_the_dtype_that_plain_lightning_gives_it(pools: Any, name: str):
     (expected,) = pools(1).run(ranks.trained, name, None, 4, "bf16-true", 1)

@@ -28,7 +28,9 @@ def same(answer: dict[str, Any], expected: dict[str, Any]) -> None:
     assert max_error(answer["predicted"], expected["predicted"]) < 1e-10
 
 
-@pytest.mark.parametrize("loss", [pytest.param(each, marks=[pytest.mark.slow] * (each == "mean")) for each in LOSSES])
+@pytest.mark.parametrize(
+    "loss", [pytest.param(each, marks=[pytest.mark.slow] * (each not in ("sum", "contrastive"))) for each in LOSSES]
+)
 def test_weights_metrics_and_predictions_are_one_devices(pools: Any, loss: str):
     expected = pools(1).run(ranks.trained, None, 4, dict(loss=loss))[0]
     layouts = LAYOUTS if loss == "mean" else LAYOUTS[2:4]
@@ -104,6 +106,7 @@ def test_what_may_be_tokens_is_not_run_whole_unasked(pools: Any):
         assert "sequence_dims={} if none of them is a sequence" in answer["error"]
 
 
+@pytest.mark.slow
 def test_batches_of_tokens_and_of_pictures_in_turn(pools: Any):
     """The preflight waits for the first batch that is split."""
     expected = pools(1).run(ranks.in_turn, None)[0]

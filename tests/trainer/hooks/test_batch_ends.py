@@ -6,6 +6,7 @@ import pytest
 
 from lightning_sp.testing import max_error
 from lightning_sp.trainer.hooks.replaced_hooks import reads_argument
+from tests.slow import slow
 from tests.trainer.hooks import batch_end_ranks as ranks
 
 
@@ -26,7 +27,7 @@ def same(found, wanted):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("length", [32, 29])
+@pytest.mark.parametrize("length", [32, *slow(29)])
 def test_outputs_and_batch_are_one_devices(pools, strategy, length):
     [expected] = pools(1).run(ranks.run, None, 1, length)
     for actual in pools(2).run(ranks.run, strategy, 2, length):
@@ -41,6 +42,7 @@ def test_outputs_and_batch_are_one_devices(pools, strategy, length):
             assert max_error(actual["weights"][name], weight) < 1e-10
 
 
+@pytest.mark.slow
 def test_outputs_that_are_no_tokens_are_one_devices_in_the_global_view(pools):
     [expected] = pools(1).run(ranks.run, None, 1, 32, True)
     for actual in pools(2).run(ranks.run, dict(ring_size=2, global_view="auto"), 2, 32, True):

@@ -34,10 +34,12 @@ def test_an_entry_that_a_hook_adds_is_refused_where_it_would_need_padding(pools)
         assert found["error"].endswith("use global_view=True, in which such a hook has the step's own batch")
 
 
+@pytest.mark.slow
 def test_such_an_entry_is_carried_in_the_global_view(pools):
     hold_the_law(pools, dict(ring_size=2, global_view="auto"), 29, False)
 
 
+@pytest.mark.slow
 def test_what_they_draw_is_one_order_for_all_tokens_of_a_row(pools):
     hold_the_law(pools, dict(ring_size=2, global_view="auto"), 32, True)
 

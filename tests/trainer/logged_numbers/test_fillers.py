@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.slow import slow
 from tests.trainer.logged_numbers import filler_ranks as ranks
 
 # Rank 0's own number, of half of the rows.
@@ -18,7 +19,7 @@ OF_PARTS = {"of rows", "each row"}
         (2, {"data_parallel_size": 2}, 7, OWN),
         (2, {"data_parallel_size": 2}, 1, OWN),  # of one group all rows are fillers
         pytest.param(4, {"data_parallel_size": 2, "ulysses_size": 2}, 5, OWN | OF_PARTS, marks=pytest.mark.slow),
-        (4, {"data_parallel_size": 2, "ulysses_size": 2, "global_view": True}, 5, OWN),
+        *slow((4, {"data_parallel_size": 2, "ulysses_size": 2, "global_view": True}, 5, OWN)),
     ],
 )
 def test_what_is_logged_beside_fillers_is_one_devices(pools, world, strategy, rows, others):

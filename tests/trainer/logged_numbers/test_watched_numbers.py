@@ -16,5 +16,6 @@ def test_a_share_that_was_0_by_chance_is_named_once(pools: Any, strategy: dict[s
     assert of_other == []
 
 
+@pytest.mark.slow
 def test_the_global_view_shows_the_whole(pools: Any):
     assert pools(2).run(ranks.fit, 2, dict(ring_size=2, global_view=True)) == [[], []]

@@ -86,6 +86,7 @@ def test_gradients_between_micro_batches_are_a_ranks_shards_or_whole(pools, opti
             assert (weights[name] - weight).abs().max() <= tolerance, name
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_units_is_resumed_from(pools, tmp_path):
     for whole, resumed in pools(2).run(ranks.resumed, str(tmp_path)):
         assert all(torch.equal(resumed[name], weight) for name, weight in whole.items())
@@ -140,6 +141,7 @@ def test_options_that_do_nothing_on_cpu_ranks_are_refused_by_all(pools):
         )
 
 
+@pytest.mark.slow
 def test_another_trainer_with_other_options_is_refused(pools, tmp_path):
     for message in pools(2).run(ranks.again, str(tmp_path)):
         assert "reshard_after_forward=False, before auto" in message

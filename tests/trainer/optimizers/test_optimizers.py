@@ -59,6 +59,7 @@ def test_the_reason_is_said(pools):
     assert "each of its steps gathers" in said[0]
 
 
+@pytest.mark.slow
 def test_by_hand_and_resumed(pools, tmp_path):
     (one,) = pools(1).run(ranks.fits, [dict(name="Adafactor", manual=True, max_epochs=2)])[0]
     common = dict(name="Adafactor", manual=True, world=2, strategy=LAYOUTS[0][1])
@@ -86,6 +87,7 @@ def test_a_step_finds_the_states_of_the_weights_that_it_sees(pools, tmp_path):
             same(answer, alone, "states")
 
 
+@pytest.mark.slow
 def test_which_optimizers_step_shards(pools):
     elementwise = sorted(each.__name__ for each in ELEMENTWISE)
     for *found, of_shards, wrapper in pools(2).run(ranks.verdicts, [*elementwise, "norm of shards", "wrapper"]):

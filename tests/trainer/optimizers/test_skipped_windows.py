@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
+from tests.slow import slow
 from tests.trainer.optimizers import skipped_window_ranks as ranks
 
 
 @pytest.mark.parametrize(
-    ("kind", "whole"), [("steps nothing", False), ("in the middle", False), ("in the middle", True)]
+    ("kind", "whole"), [("steps nothing", False), *slow(("in the middle", False)), ("in the middle", True)]
 )
 def test_a_window_without_a_step_leaves_nothing_to_the_next(pools, kind, whole):
     [alone] = pools(1).run(ranks.fit, kind, 1, None)

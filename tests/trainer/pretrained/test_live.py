@@ -63,6 +63,7 @@ def test_a_configure_model_that_fails_on_one_rank_ends_the_others(pools, base):
     assert "rank 1: configure_model failed: ValueError: no such folder on this machine" in other["error"]
 
 
+@pytest.mark.slow
 def test_another_trainer_goes_on_with_a_sharded_model(pools):
     (expected,) = pools(1).run(ranks.several_trainers, [None] * 3, 1)
     policies = ("none", "selective", "full")  # what blocks recompute may change

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.checkpoint import read_checkpoint_folder
 from lightning_sp.testing import max_error
+from tests.slow import slow
 from tests.trainer.pretrained import tuned_ranks as ranks
 from tests.trainer.pretrained.pretrained_ranks import save_pretrained
 
@@ -63,6 +64,7 @@ def test_adapters_train_as_on_one_device(pools, base, cases):
             assert actual["optimized"] == len(actual["trained"]), "the optimizer holds adapters alone"
 
 
+@pytest.mark.slow
 def test_adapters_of_float32_on_a_bfloat16_base_keep_their_dtypes(pools, base):
     case = dict(kind="lora", folder=base, model=dict(dtype=torch.bfloat16), precision="32-true")
     (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case)])[0]
@@ -97,6 +99,7 @@ def test_plain_peft_loads_what_was_saved(pools, base, tmp_path):
         assert trained is None or max_error(value.double(), trained) < 1e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_plain_peft_loads_a_checkpoint_of_adapters_alone(pools, base, tmp_path):
     built, strategy = dict(kind="lora, head", folder=base), dict(exclude_frozen_parameters=True, **ULYSSES)
@@ -154,7 +157,7 @@ def test_virtual_tokens_train_and_are_saved_as_on_one_device(pools, base, tmp_pa
     ("library", "kind", "strategy"),
     [
         ("bitsandbytes", "lora, 4-bit", ULYSSES),
-        ("bitsandbytes", "lora, 4-bit, in evaluation", RING),
+        *slow(("bitsandbytes", "lora, 4-bit, in evaluation", RING)),
         ("torchao", "lora, 8-bit", RING),
     ],
 )
@@ -175,6 +178,7 @@ def test_adapters_on_a_quantized_base_train_as_on_one_device(pools, wide_base, l
             assert max_error(actual["weights"][name], weight) < 5e-6, name
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 def test_adapters_on_a_quantized_base_are_resumed(pools, wide_base, tmp_path):
     pytest.importorskip("bitsandbytes")

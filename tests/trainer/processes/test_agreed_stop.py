@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from tests.slow import slow
 from tests.trainer.processes import stop_ranks as ranks
 
 DEGREES = {"groups": {"data_parallel_size": 2}, "one sequence": {"sequence_parallel_size": 2}}
 
 
-@pytest.mark.parametrize("degrees", DEGREES)
-@pytest.mark.parametrize("where", ranks.WHERE)
+FAST = ("on_train_batch_end", "on_validation_end")
+WHERE = [*FAST, *slow(*(each for each in ranks.WHERE if each not in FAST))]
+
+
+@pytest.mark.parametrize("degrees", ["groups", *slow("one sequence")])
+@pytest.mark.parametrize("where", WHERE)
 def test_a_rank_that_stops_alone_is_refused_on_all(pools, where, degrees):
     answers = pools(2).run(ranks.fit, 2, where, (1,), DEGREES[degrees])
     for message, _ in answers:
@@ -20,7 +25,7 @@ def test_a_rank_that_stops_alone_is_refused_on_all(pools, where, degrees):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("where", ranks.WHERE)
+@pytest.mark.parametrize("where", WHERE)
 def test_ranks_that_stop_together_end_where_one_device_does(pools, where):
     [(_, steps)] = pools(1).run(ranks.fit, 1, where, (0,), None)
     assert pools(2).run(ranks.fit, 2, where, (0, 1), DEGREES["groups"]) == [("", steps)] * 2

@@ -31,6 +31,7 @@ def test_what_says_which_ranks_it_counts_is_theirs(pools, how, times):
         assert answer["tokens"] == 2 * 32
 
 
+@pytest.mark.slow
 def test_in_the_view_of_a_part_the_world_adds_up_parts(pools):
     for answer in pools(4).run(ranks.fit, "all_reduce", 4, dict(sequence_parallel_size=2)):
         assert answer["said"] == ""

@@ -182,6 +182,7 @@ print("steps:", trainer.global_step)
 """
 
 
+@pytest.mark.slow
 def test_at_a_prompt_one_rank_trains_and_more_are_refused():
     ended = subprocess.run(
         [sys.executable, "-c", INTERACTIVE], check=False, capture_output=True, text=True, timeout=120

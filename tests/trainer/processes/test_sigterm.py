@@ -12,6 +12,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_sp.trainer.processes.preemption import superseded
+from tests.slow import slow
 from tests.trainer.processes import sigterm_ranks as ranks
 
 pytest.importorskip("transformers")
@@ -22,13 +23,14 @@ NOTHING_SAVED = [
 
 
 @pytest.mark.parametrize("layout", [dict(ring_size=2), dict(data_parallel_size=2)], ids=["ring", "groups"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [1, *slow(0)])
 def test_all_ranks_end_after_the_batch_that_follows(pools: Any, rank: int, layout: dict[str, int]):
     for found, says in zip(pools(2).run(ranks.told, rank, "train", layout), (NOTHING_SAVED, []), strict=True):
         # The signal comes within the second batch, is said of the third, and that one is trained.
         assert found == {"raised": "SIGTERMException", "code": 143, "steps": 3, "says": says}
 
 
+@pytest.mark.slow
 def test_a_validation_ends_on_all_ranks(pools: Any):
     for found in pools(2).run(ranks.told, 1, "validate", dict(ulysses_size=2)):
         assert found["raised"] == "SIGTERMException"

@@ -63,6 +63,7 @@ def test_a_start_that_hangs_ends_by_its_own_limit():
     assert [where for where, _ in limits] == ["setup", "configure_model"]
 
 
+@pytest.mark.slow
 def test_the_limit_of_a_world_that_others_made_stays():
     for error, _, limits in run_ranks(
         timeout_ranks.fit_twice, 2, "", 0.0, {"timeout_s": 4.0, "start_timeout_s": 400.0}, False, timeout_s=77.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
+from tests.slow import slow
 from tests.trainer.whole_runs import option_ranks as ranks
 
 BAREBONES = dict.fromkeys(
@@ -76,7 +77,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(pools):
             assert words in answer["error"], (name, answer)
 
 
-@pytest.mark.parametrize("kind", ["io", "async"])
+@pytest.mark.parametrize("kind", ["io", *slow("async")])
 def test_a_checkpoint_plugin_writes_and_reads_whole_checkpoints(pools, tmp_path, kind):
     answers = pools(2).run(ranks.checkpointed, kind, str(tmp_path), 2)
     for rank, answer in enumerate(answers):

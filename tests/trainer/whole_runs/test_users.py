@@ -41,6 +41,7 @@ def test_a_users_module_trains_as_on_one_device(pools, strategy):
             same(actual, expected, case)
 
 
+@pytest.mark.slow
 def test_what_keeps_other_groups_company_counts_for_nothing(pools):
     """Five samples in fours: in the last batch a data-parallel rank has none."""
     cases = [dict(kind="counted"), dict(kind="other index")]

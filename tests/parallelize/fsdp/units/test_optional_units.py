@@ -24,11 +24,13 @@ def test_manual_optimization_is_refused_on_all_ranks(pools):
         assert "automatic optimization" in message
 
 
+@pytest.mark.slow
 def test_a_tower_that_no_trial_has_seen_is_refused_on_all_ranks(pools):
     for message in pools(4).run(ranks.unseen):
         assert "before the first batch that holds them" in message, message
 
 
+@pytest.mark.slow
 def test_a_tower_that_a_later_batch_calls_first_is_tried_before_it(pools):
     (expected,) = pools(1).run(ranks.seen_later, 1)
     for found in pools(4).run(ranks.seen_later, 4):

@@ -210,8 +210,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         else:
             self._offer(batch)
             evaluated = loops.evaluated_step(trainer), dataloader_idx
-            begins = bool(evaluated[0]) and self._evaluated.begins
-            self._first_evaluations.offer(batch, evaluated, begins=begins, padded=self._info.is_padded)
+            self._first_evaluations.offer(batch, evaluated, self._info, begins=self._evaluated.begins)
         self._before_hooks()
         local = self._handed.note(self._moved(local, self._info, device, dataloader_idx))
         if self._info.balance is not None:
@@ -225,6 +224,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         loop, written = {"what comes next": "a batch", **loops.decided_by(trainer)}, self._run.written
         shard = partial(collective_shard, by_hand=by_hand, ends=told, loop=loop, written=written, is_new=new)
         mesh, options, changed = self.zigzag_mesh, self._options(batch), self._run.have_changed(trainer, batch)
+        changed |= self._first_evaluations.is_of_new_kind(loops.evaluated_step(trainer), batch)
         shard = partial(shard, is_changed=changed, is_filler=self._evaluated.is_filler(trainer) or self._was_filler)
         local, info, agreed = shard(batch, mesh, options, self._groups.world, most_tokens=most)
         self._run.buffers.share_after(agreed, self._steps.context.moved_buffers, **loops.of_batch(trainer))

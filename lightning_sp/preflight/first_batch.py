@@ -28,8 +28,8 @@ from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import run_with_whole_parameters
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
-from lightning_sp.preflight.crops.compared_tokens import with_compared
 from lightning_sp.preflight.crops.crop import Crop, is_uneven, uneven_tokens, whole_extent
+from lightning_sp.preflight.crops.later_batches import try_later_batches
 from lightning_sp.preflight.crops.shared_crop import crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
@@ -187,18 +187,23 @@ def _try_compared(
     options: ShardOptions,
     tried_on: Callable[[Crop, Crop], Trial],
 ) -> None:
-    """Compare with the numbers among the tokens that the step compares them with, if it runs on them."""
+    """Compare on crops as later batches may be, if the step runs on them: with tokens that it looks for, other numbers, padding."""
     if runner.context.global_view:
         return
     mesh = runner.context.mesh
     first_row = mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows
-    for whole, part, words in with_compared(crop, own, first_row, found.compared, options, mesh.layout):
+
+    def attempt(whole: Crop, part: Crop, words: str) -> bool:
         runner.start_run()
+        trial = tried_on(whole, part)
         try:
-            trial = tried_on(whole, part)
-            return run_with_other_tokens(replace(trial, crop=f"{trial.crop} with {words}"))
+            run_with_other_tokens(replace(trial, crop=f"{trial.crop} with {words}"))
         except TrialFailedError as error:
             rank_zero_info(f"preflight: not compared with {words}: {error}")
+            return False
+        return True
+
+    try_later_batches(crop, own, first_row, found.compared, options, mesh.layout, attempt)
 
 
 def _without_targets(after: int) -> str:

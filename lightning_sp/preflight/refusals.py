@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossDiffersError
-from lightning_sp.preflight.evaluation.first_evaluation import NotComparedError
+from lightning_sp.preflight.evaluation.judgement import NotComparedError
 from lightning_sp.preflight.explain.verdict import ResultDiffersError
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 

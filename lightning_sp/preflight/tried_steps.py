@@ -19,7 +19,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.preflight.batches.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
 from lightning_sp.preflight.carried_steps import CarriedSteps
-from lightning_sp.preflight.evaluation.first_evaluation import NotComparedError
+from lightning_sp.preflight.evaluation.judgement import NotComparedError
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.step.evaluation import EvaluationProgress

@@ -7,17 +7,11 @@ same = ids[:, 1:] == ids[:, :-1]        likewise, until two neighbours are alike
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from lightning_sp.batch_structure import entries_of, with_entries
-from lightning_sp.data.batch.contents.entries import batch_entries, sequence_dims
-from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.layout import SequenceLayout
-from lightning_sp.preflight.crops.crop import Crop
-from lightning_sp.preflight.recording.compared import Compared, Entry
+from lightning_sp.preflight.recording.compared import Compared
 
 # Entries that say how others are to be read: what they hold is no matter of chance.
 _OF_STRUCTURE = ("mask", "position_ids", "cu_seqlens")
@@ -28,43 +22,26 @@ _SINGLE = 3
 
 
 def with_compared(
-    crop: Crop,
-    own: Crop,
-    first_row: int,
-    compared: Mapping[Entry, Compared],
-    options: ShardOptions,
-    layout: SequenceLayout,
-) -> Iterator[tuple[Crop, Crop, str]]:
-    """Yield crops with what tokens are compared with among them, in words; with all of it, then with one number each.
+    entries: Mapping[str, Tensor], compared: Mapping[str, Compared], rows: int, piece: int
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield tokens with what they are compared with among them, and that in words; with all of it, then with one number each.
 
     Args:
-        crop: of all data-parallel groups.
-        own: of this rank's group.
-        first_row: of that, in the crop of all.
-        compared: what the step has compared.
-        options: which tensors carry the sequence.
-        layout: the degrees.
+        entries: of a crop, that carry the sequence along dim 1.
+        compared: what the step has compared, by the entry's name.
+        rows: of the crop.
+        piece: tokens of which a rank has each whole.
     """
-    entries, piece = batch_entries(crop.batch, options), max(1, layout.padded_length(crop.tokens) // layout.multiple)
-    dims = sequence_dims(entries, options)
     shown: list[tuple[str, Compared]] = []
-    for path, found in sorted(compared.items(), key=str):
-        name = _name(path, entries)
-        if name is not None and dims.get(name) == 1 and _is_of_tokens(name, entries[name]):
-            rare = {each for each in found.numbers if each >= 0 and _count(entries[name], each) < _OFTEN * crop.rows}
+    for name, found in sorted(compared.items()):
+        if name in entries and _is_of_tokens(name, entries[name]):
+            rare = {each for each in found.numbers if each >= 0 and _count(entries[name], each) < _OFTEN * rows}
             if rare or found.neighbours:
                 shown.append((name, found._replace(numbers=frozenset(sorted(rare)[:_MOST]))))
     single = [(name, Compared(frozenset({each}))) for name, found in shown for each in sorted(found.numbers)]
     for chosen in ([shown] if shown else []) + ([[each] for each in single[:_SINGLE]] if len(single) > 1 else []):
         values = {name: _with_numbers(entries[name], found, piece) for name, found in chosen}
-        of_group = {name: value[first_row : first_row + own.rows] for name, value in values.items()}
-        yield _with(crop, values), _with(own, of_group), " and ".join(_in_words(*each) for each in chosen)
-
-
-def _name(path: Entry, entries: Mapping[str, object]) -> str | None:
-    """Return the entry that a step's argument is, by its keys in that: ((batch,), {}) comes first."""
-    keys = [*map(str, path[2:])] or ["input_ids"]
-    return next((name for name in (".".join(keys), keys[-1]) if name in entries), None)
+        yield " and ".join(_in_words(*each) for each in chosen), values
 
 
 def _is_of_tokens(name: str, value: Tensor) -> bool:
@@ -104,10 +81,6 @@ def _every(piece: int, value: Tensor) -> Tensor:
 def _drawn(value: Tensor, seed: int) -> Tensor:
     drawn = torch.rand(value.shape, generator=torch.Generator().manual_seed(seed)) * _ONE_IN
     return (drawn < 1).to(value.device)
-
-
-def _with(crop: Crop, values: Mapping[str, Tensor]) -> Crop:
-    return replace(crop, batch=with_entries(crop.batch, {**(entries_of(crop.batch) or {}), **values}))
 
 
 def _in_words(name: str, found: Compared) -> str:

@@ -5,10 +5,11 @@ Of validation and test the numbers, of a prediction what the step returns. Autoc
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.preflight.crops.crop import Crop, whole_extent
@@ -30,45 +32,21 @@ from lightning_sp.preflight.evaluation.evaluation_runs import (
     run_part,
     run_whole,
 )
-from lightning_sp.preflight.evaluation.outputs import describe_kept, refuse_differences
+from lightning_sp.preflight.evaluation.judgement import (
+    NotComparedError,
+    TriedEvaluation,
+    judge,
+    judge_later_batches,
+)
 from lightning_sp.preflight.indices.padding import PaddingReadError, check_padding_read
 from lightning_sp.preflight.indices.part_indices import PartIndexError, check_part_indices
-from lightning_sp.preflight.numbers import (
-    coarse_numbers,
-    counted_once,
-    described,
-    described_coarse,
-    differences,
-)
+from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.step.runner import StepRunner
+from lightning_sp.step.users_numbers.schedules import MOST_TASKS, structure_of, tasks_of
 
 # Of the evaluations in a fit so many are each compared.
 _EACH = 4
 InFloat32 = Callable[[], AbstractContextManager[None]]
-
-
-class NotComparedError(SequenceParallelError):
-    """An evaluation step does not run on a crop.
-
-    Args:
-        message: why.
-        of_part: whether it runs whole, and not sharded.
-        of_numbers: whether it runs, and shows other numbers, by which nothing is decided.
-        undecided: likewise, and shows numbers that may agree by chance.
-        keeps: then, what `compare_evaluation` would have returned.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        of_part: bool = True,
-        of_numbers: bool = False,
-        undecided: bool = False,
-        keeps: bool = False,
-    ) -> None:
-        super().__init__(message)
-        self.of_part, self.of_numbers, self.undecided, self.keeps = of_part, of_numbers, undecided, keeps
 
 
 @dataclass(frozen=True)
@@ -91,6 +69,7 @@ def compare_evaluation(
     whole_output: WholeOutput,
     predicts: bool = False,
     may_retry: bool = False,
+    is_first: bool = True,
 ) -> bool:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
@@ -105,23 +84,22 @@ def compare_evaluation(
         whole_output: makes tensors of tokens whole.
         predicts: the step's output is what counts.
         may_retry: other numbers are raised, and not only warned of, by which nothing is decided.
+        is_first: none of this loader was compared before: it is on crops as later batches may be, too.
 
-    Returns:
-        Whether the step keeps values for later, in lists and dicts of the module: those of one device when their tokens are whole.
-
+    Returns: whether the step keeps values for later, in lists and dicts of the module: those of one device when their tokens are whole.
     Raises:
         NotComparedError: one of them does not run; or shows other numbers, with `may_retry`.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
     patterns, ran_whole = runner.context.last_attention_patterns, False
+
+    def run_on(own: Crop) -> WholeRun:
+        find_others(own, runner, run, options)
+        return run_whole(own, runner, run, options, name=name, predicts=predicts)
+
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             cut = crops_of(batch, runner, config, options)
-
-            def run_on(own: Crop) -> WholeRun:
-                find_others(own, runner, run, options)
-                return run_whole(own, runner, run, options, name=name, predicts=predicts)
-
             crop, own, whole = _whole_on_a_crop(batch, cut, run_on, runner, config, options)
             ran_whole = True
             _read_ahead(crop, own, options, runner, run, name, may_retry=may_retry)
@@ -132,12 +110,36 @@ def compare_evaluation(
     finally:
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
-    keeps = _judge(part, runner, name, (own.rows, crop.tokens), monitored, may_retry=may_retry)
-    if decision is not None and (may_retry or predicts):
+    tried = TriedEvaluation(name, crop, own, monitored, may_retry)
+    keeps = judge(tried, part, runner)
+    if is_first and not runner.context.global_view:
+        of_part = partial(_part_of, runner, run, options, whole_output, name, predicts)
+        judge_later_batches(tried, whole, of_part, runner, options)
+    _tell_decision(decision, raises=may_retry or predicts)
+    return keeps
+
+
+def _tell_decision(decision: SequenceParallelError | None, *, raises: bool) -> None:
+    if decision is not None and raises:
         raise decision
     if decision is not None:
         rank_zero_warn(str(decision))
-    return keeps
+
+
+def _part_of(
+    runner: StepRunner,
+    run: RunStep,
+    options: ShardOptions,
+    whole_output: WholeOutput,
+    name: str,
+    predicts: bool,
+    other: Crop,
+) -> PartRun:
+    """Return what a step shows of a rank's part of another crop than the first."""
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        with CheckedIndices():  # what is shown may be an index
+            whole = run_whole(other, runner, run, options, name=name, predicts=predicts)
+        return run_part(other, runner, run, options, whole, whole_output, name=name, predicts=predicts)
 
 
 def _read_ahead(
@@ -183,37 +185,11 @@ def _whole_on_a_crop(
     return crop, own, run_on(own)
 
 
-def _judge(
-    part: PartRun, runner: StepRunner, name: str, crop: tuple[int, int], monitored: Collection[str], *, may_retry: bool
-) -> bool:
-    """Return whether the step keeps what one device would; raise, or warn of, what is not one device's. Every rank must call it."""
-    of_ranks: list[PartRun] = comm.gather_objects(part, runner.groups.world)
-    numbers = [each.numbers for each in of_ranks]
-    runner.context.logged_once.setdefault(name, {}).update(counted_once(numbers))
-    rows, tokens = crop
-    step = f"{name} on a crop of {rows} x {tokens} tokens"
-    if differ := differences(numbers):
-        _tell(described(differ, step, monitored), may_retry)
-    refuse_differences([each.outputs for each in of_ranks], step)
-    if kept := describe_kept([each.kept for each in of_ranks], step):
-        _tell(kept, may_retry)
-    keeps = part.keeps and not kept
-    if may_retry and not runner.context.global_view and (coarse := coarse_numbers(numbers, rows * tokens)):
-        raise NotComparedError(described_coarse(coarse, step), undecided=True, keeps=keeps)
-    return keeps
-
-
 def _raise_not_compared(name: str, error: Exception, ran_whole: bool) -> NoReturn:
     if isinstance(error, (PaddingReadError, PartIndexError)):
         raise error  # the step itself would fail, on the rank that holds the padding alone
     why = f"preflight: {name} was not compared with one device: {told_error(error)}"
     raise NotComparedError(why, of_part=ran_whole and not comm.is_of_communication(error)) from error
-
-
-def _tell(text: str, may_retry: bool) -> None:
-    if may_retry:
-        raise NotComparedError(text, of_numbers=True)
-    rank_zero_warn(text)
 
 
 class FirstEvaluationBatches:
@@ -231,6 +207,7 @@ class FirstEvaluationBatches:
         self._first: FirstOfLoader | None = None
         self._keeping: set[str] = set()
         self._begun: Counter[tuple[str, int]] = Counter()
+        self._kinds: defaultdict[tuple[str, str], set[Any]] = defaultdict(set)
 
     def expect(self, *, sharded: bool) -> None:
         """Begin a run, on parts of sequences or on whole ones."""
@@ -238,29 +215,49 @@ class FirstEvaluationBatches:
         self._compared, self._padded, self._first = set(), set(), None
         self._keeping = set()
         self._begun = Counter()
+        self._kinds.clear()
 
     def keeps(self, name: str) -> bool:
         """Return whether a step keeps tensors for later that are one device's when they are whole; the same on all ranks."""
         return name in self._keeping
 
-    def offer(self, batch: Any, loader: tuple[str, int], *, begins: bool = False, padded: bool = False) -> None:
-        """Remember a loader's first batch, and the first padded one.
+    def is_of_new_kind(self, step: str, batch: Any) -> bool:
+        """Return whether a batch has entries, or says a task, that none of the step's has had; up to four times each.
+
+        Args:
+            step: its name; empty in training.
+            batch: as the loader gave it.
+        """
+        found = False
+        for name, kind in {**structure_of(batch), **tasks_of(batch)}.items() if self._due and step else ():
+            known = self._kinds[step, name]
+            if kind not in known and len(known) < MOST_TASKS:
+                found |= bool(known)
+                known.add(kind)
+        return found
+
+    def offer(self, batch: Any, loader: tuple[str, int], info: SequenceInfo, *, begins: bool = False) -> None:
+        """Remember a loader's first batch, the first padded one, and those of a new kind; nothing of training.
 
         Args:
             batch: as the loader gave it.
             loader: the step's name, empty in training, and its number.
+            info: what was sharded: whether it is padded on some rank, or of a new kind.
             begins: whether an evaluation begins with it: what a step shows may begin at a later epoch. Of the first four, the 8th, the 16th
                 and so on it is remembered.
-            padded: whether it is padded.
         """
+        if not loader[0]:
+            return
         if begins:
             self._begun[loader] += 1
             times = self._begun[loader]
             if times <= _EACH or times & (times - 1) == 0:
                 self._compared.discard(loader)
-        if self._due and loader[0] and (loader not in self._compared or (padded and loader not in self._padded)):
+        if info.is_changed:
+            self._compared.discard(loader)
+        if self._due and (loader not in self._compared or (info.is_padded and loader not in self._padded)):
             self._compared.add(loader)
-            if padded:
+            if info.is_padded:
                 self._padded.add(loader)
             self._first = FirstOfLoader(batch, loader)
 
@@ -316,6 +313,7 @@ class FirstEvaluationBatches:
                     whole_output=whole_output,
                     predicts=predicts,
                     may_retry=may_retry,
+                    is_first=self._begun[first.loader] <= 1,
                 )
         except NotComparedError as error:
             if not (error.of_numbers or error.undecided):

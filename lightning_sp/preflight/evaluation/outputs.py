@@ -6,7 +6,7 @@ others            equal, but for those that rounding moves: an argmax of two tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,8 @@ _KINDS = (Tensor, np.ndarray, np.generic, str, bytes, int, float, complex)
 
 
 def leaves(output: Any) -> list[Leaf]:
-    """Return the tensors, arrays, numbers and texts of an output, in order: of a table, an image, its array."""
+    """Return the tensors, arrays, numbers and texts of an output, in order: of a table, an image, its array; an iterator is exhausted."""
+    output = list(output) if isinstance(output, Iterator) else output
     found = [each._replace(value=_as_array(each.value)) for each in leaves_of(output)]
     return [each._replace(value=_copied(each.value)) for each in found if isinstance(each.value, _KINDS)]
 

@@ -1,4 +1,7 @@
-"""What a step compares the tokens of its batch with: numbers (`ids == EOS`), or others of the same entry (`ids[:, 1:] == ids[:, :-1]`)."""
+"""What a step compares the tokens of its batch with: numbers (`ids == EOS`), or others of the same entry (`ids[:, 1:] == ids[:, :-1]`).
+
+And which of them it counts (`F.one_hot(ids, V).sum(1)[:, RARE]`), and which entries lines of the user's compute with.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,34 @@ _TOLD_APART, _FEW = (
     {"eq", "ne", "lt", "le", "gt", "ge", "not_equal", "greater", "less", "greater_equal", "less_equal", "isin"},
     16,
 )
+# Functions that give a number for each class, by how many classes there are; and those that take some of these.
+_COUNTS, _TAKES = {"one_hot", "bincount"}, {"getitem", "select", "index_select", "gather", "narrow"}
 
 
 class Compared(NamedTuple):
     """What tokens of an entry are compared with.
 
     Args:
-        numbers: integers.
+        numbers: integers, or classes whose counts are taken.
         neighbours: whether they are compared with others of the entry.
+        counted: whether they are counted by class.
+        by_user: whether a line of the user's, and no library's, computes with them.
     """
 
     numbers: frozenset[int] = frozenset()
     neighbours: bool = False
+    counted: bool = False
+    by_user: bool = False
 
 
 def note_compared(
-    function: str, tensors: Sequence[Tensor], others: Sequence[Any], leaves: Any, found: MutableMapping[Entry, Compared]
+    function: str,
+    tensors: Sequence[Tensor],
+    others: Sequence[Any],
+    leaves: Any,
+    found: MutableMapping[Entry, Compared],
+    *,
+    by_user: bool,
 ) -> None:
     """Note what integers of one tensor of the batch are compared with, as they are or moved.
 
@@ -40,18 +55,39 @@ def note_compared(
         others: what else.
         leaves: the tensors of the batch that a tensor was made of, by tensor.
         found: to add to.
+        by_user: whether a line of the user's calls it.
     """
     of_batch = [each for each in tensors if each in leaves]
     entries = {entry for each in of_batch for entry in leaves[each]}
-    is_of_integers = not any(each.is_floating_point() or each.dtype == torch.bool for each in of_batch)
-    if function not in _TOLD_APART or len(entries) != 1 or not is_of_integers:
+    for each in entries if by_user else ():
+        found[each] = found.get(each, Compared())._replace(by_user=True)
+    if len(entries) != 1:
         return
-    numbers = frozenset(
-        number for each in (*others, *(each for each in tensors if each not in leaves)) for number in _integers(each)
-    )
     (entry,) = entries
     before = found.get(entry, Compared())
-    found[entry] = Compared(before.numbers | numbers, before.neighbours or len(of_batch) > 1)
+    is_of_integers = not any(each.is_floating_point() or each.dtype == torch.bool for each in of_batch)
+    if function in _TOLD_APART and is_of_integers:
+        with_others = (*others, *(each for each in tensors if each not in leaves))
+        numbers = frozenset(number for each in with_others for number in _integers(each))
+        found[entry] = before._replace(
+            numbers=before.numbers | numbers, neighbours=before.neighbours or len(of_batch) > 1
+        )
+    elif function in _COUNTS:
+        classes = max((number for each in others for number in _integers(each)), default=0)
+        all_of_few = range(classes) if classes <= _FEW else ()
+        found[entry] = before._replace(numbers=before.numbers | frozenset(all_of_few), counted=True)
+    elif function in _TAKES and before.counted:
+        taken = frozenset(number for each in _flat((*others, *tensors)) for number in _integers(each) if number >= 0)
+        found[entry] = before._replace(numbers=before.numbers | taken)
+
+
+def _flat(values: Sequence[Any]) -> Iterator[Any]:
+    """Yield what an index is made of, of a slice where it begins."""
+    for each in values:
+        if isinstance(each, (list, tuple)):
+            yield from _flat(each)
+        else:
+            yield each.start if isinstance(each, slice) else each
 
 
 def _integers(value: Any) -> Iterator[int]:

@@ -121,13 +121,9 @@ class ReadNumbers(TorchFunctionMode):
         leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
         if place is not None:
             self._note(place, name, given[0], output, leaves)
-            note_compared(
-                name,
-                [*_flat(args)],
-                [each for each in args if not isinstance(each, Tensor)],
-                self._leaves,
-                self.compared,
-            )
+            by_user = name not in _MOVES | SIZES and not any(folder in place[0] for folder in INSTALLED)
+            others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Tensor)]
+            note_compared(name, [*_flat(args)], others, self._leaves, self.compared, by_user=by_user)
             if name in ("getitem", "setitem") and args[0] in self._leaves:
                 self.cuts.setdefault(place, set()).update(lengths_not_cut(args[0].shape, args[1]))
             elif name in SIZES and bounds_a_size(*place) and self._is_of_module(sys._getframe(1)):

@@ -29,7 +29,7 @@ _RUN, _MODULES, _BATCH, _RATES = -1, -2, -3, -4
 _EACH = 4
 # Of an entry that says which task a batch has, and of a flag or text of the user's, so many values are each told: one that has more counts or
 # names samples. Of flags and texts together so many in a fit.
-_MOST_TASKS, _MOST_NEW = 4, 8
+MOST_TASKS, _MOST_NEW = 4, 8
 
 
 class _Added(NamedTuple):
@@ -74,7 +74,7 @@ class Schedules:
         # What each optimizer step adds to is a counter, too.
         stays = _STAYS * trainer.accumulate_grad_batches
         changed, is_new = self._has_new_task(batch), False
-        for index, numbers in (*self._read(trainer), (_BATCH, _structure(batch))):
+        for index, numbers in (*self._read(trainer), (_BATCH, structure_of(batch))):
             before, self._last[index] = self._last.get(index, {}), numbers
             if before == numbers:
                 continue
@@ -93,18 +93,18 @@ class Schedules:
         """Return whether a flag or a text is one that it never was, or a number is of another type; such a change need not have stayed."""
         known = self._kinds.setdefault((index, name), set())
         kind = value if isinstance(value, (bool, str)) or index == _MODULES else type(value)
-        is_new = self._batches > 1 and bool(known) and kind not in known and len(known) < _MOST_TASKS
-        if len(known) < _MOST_TASKS:
+        is_new = self._batches > 1 and bool(known) and kind not in known and len(known) < MOST_TASKS
+        if len(known) < MOST_TASKS:
             known.add(kind)
         return is_new
 
     def _has_new_task(self, batch: Any) -> bool:
         """Return whether an entry says what none before it has; the first batch is tried by itself."""
         found = False
-        for name, value in _tasks(batch).items():
+        for name, value in tasks_of(batch).items():
             known = self._tasks.setdefault(name, set())
-            found |= value not in known and len(known) < _MOST_TASKS
-            if len(known) < _MOST_TASKS:
+            found |= value not in known and len(known) < MOST_TASKS
+            if len(known) < MOST_TASKS:
                 known.add(value)
         return found and self._batches > 1
 
@@ -188,7 +188,7 @@ def _is_of_user(function: Any) -> bool:
     return is_file_of_user(getattr(function, "__module__", None) or type(function).__module__)
 
 
-def _tasks(batch: Any) -> dict[str, Any]:
+def tasks_of(batch: Any) -> dict[str, Any]:
     """Return the entries that say one thing of all of a batch's rows: a text, a flag, a whole number, or as many alike as there are rows."""
     found = {}
     for name, each in (entries_of(batch) or {}).items():
@@ -205,7 +205,7 @@ def _tasks(batch: Any) -> dict[str, Any]:
     return found
 
 
-def _structure(batch: Any) -> dict[str, Any]:
+def structure_of(batch: Any) -> dict[str, Any]:
     """Return the names of a batch's entries, with the dtypes and dims of tensors, as one value."""
     entries = entries_of(batch) or {}
     kinds = {

@@ -19,6 +19,9 @@ IN_DATA = (
 )
 COUNTED = "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a_run_is_one_devices"
 
+LATER_TOKENS = (
+    "tests/preflight/batches/test_later_tokens.py::test_a_step_that_reads_tokens_of_later_batches_trains_as_one_device"
+)
 ALIKE = "tests/preflight/evaluation/test_alike_outputs.py"
 
 PREFLIGHT = (
@@ -236,7 +239,7 @@ PREFLIGHT = (
     ),
     fault(
         "a number that agrees by chance, taken for proof",
-        "preflight/evaluation/first_evaluation.py",
+        "preflight/evaluation/judgement.py",
         "    if may_retry and not runner.context.global_view and (coarse",
         "    if not may_retry and (coarse",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[accuracy_from_zero]",
@@ -898,7 +901,7 @@ PREFLIGHT = (
     fault(
         "a batch of other entries, untried",
         "step/users_numbers/schedules.py",
-        "(*self._read(trainer), (_BATCH, _structure(batch)))",
+        "(*self._read(trainer), (_BATCH, structure_of(batch)))",
         "self._read(trainer)",
         "tests/preflight/batches/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
     ),
@@ -1110,6 +1113,34 @@ PREFLIGHT = (
         "preflight/crops/compared_tokens.py",
         "            if rare or found.neighbours:\n",
         "            if not (rare or found.neighbours):\n",
-        "tests/preflight/batches/test_later_tokens.py::test_a_step_that_reads_tokens_of_later_batches_trains_as_one_device[behind the mark]",
+        f"{LATER_TOKENS}[behind the mark]",
+    ),
+    fault(
+        "numbers that are 0 in first batches, not shown to the step as others",
+        "preflight/crops/later_batches.py",
+        "    others = dict(with_other_numbers(entries))\n",
+        "    others: dict[str, Tensor] = {}\n",
+        f"{LATER_TOKENS}[elapsed]",
+    ),
+    fault(
+        "padding that first batches lack, not shown to the step",
+        "preflight/crops/later_batches.py",
+        "    padded = with_padding(by_hand)\n",
+        "    padded: dict[str, Tensor] = {}\n",
+        f"{LATER_TOKENS}[share of tokens]",
+    ),
+    fault(
+        "classes whose counts a step takes, not shown to it where first batches lack them",
+        "preflight/recording/compared.py",
+        "    elif function in _TAKES and before.counted:\n",
+        "    elif False:\n",
+        f"{LATER_TOKENS}[rare tokens]",
+    ),
+    fault(
+        "an evaluation step compared on its first batch alone",
+        "preflight/evaluation/first_evaluation.py",
+        "    if is_first and not runner.context.global_view:\n",
+        "    if False:\n",
+        "tests/preflight/batches/test_later_tokens.py::test_evaluations_that_read_tokens_of_later_batches_are_one_devices",
     ),
 )

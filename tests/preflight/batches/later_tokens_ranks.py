@@ -38,6 +38,18 @@ class Rows(Dataset):
         }
 
 
+class Numbers(Rows):
+    """Rows with gaps between tokens that are none at first, and padding that is."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        kept = LENGTH - 7 - index if index >= LATER else LENGTH
+        mask = (torch.arange(LENGTH) < kept).long()
+        labels = row["shift_labels"].masked_fill(mask == 0, -100)
+        gaps = torch.arange(LENGTH).double() % 5 * (index >= LATER) / 10
+        return {**row, "shift_labels": labels, "attention_mask": mask, "gaps": gaps}
+
+
 class Reads(Plain):
     """Does something with a token's neighbours, or with those before it, by a kind."""
 
@@ -57,6 +69,13 @@ class Reads(Plain):
             "in the row": lambda: torch.isin(ids, torch.tensor([MARK])).long().amax(1, keepdim=True).expand_as(ids),
             "sessions": lambda: F.pad((sessions[:, 1:] != sessions[:, :-1]).long().cumsum(1), (1, 0)),
         }
+        numbers = {
+            "elapsed": lambda: batch["gaps"].cumsum(1),
+            "share of tokens": lambda: batch["attention_mask"].double().mean(1, keepdim=True).expand_as(ids),
+            "rare tokens": lambda: F.one_hot(ids, VOCAB).sum(1)[:, MARK:].double().expand_as(ids),
+        }
+        if self.kind in numbers:
+            logits = logits + numbers[self.kind]()[..., None] * self.features.weight[0]
         if self.kind in features:
             logits = logits + self.features(features[self.kind]())
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -64,7 +83,8 @@ class Reads(Plain):
         return loss
 
 
-KINDS = ("behind the mark", "segments", "the one before", "as the one before", "in the row", "sessions")
+NUMBERS = ("elapsed", "share of tokens", "rare tokens")
+KINDS = (*NUMBERS, "behind the mark", "segments", "the one before", "as the one before", "in the row", "sessions")
 
 
 def fit(kind: str, world: int, strategy: dict[str, Any] | None) -> tuple[str, dict[str, Tensor]]:
@@ -74,7 +94,45 @@ def fit(kind: str, world: int, strategy: dict[str, Any] | None) -> tuple[str, di
     options: dict[str, Any] = {"max_epochs": 1}
     trainer = plain_trainer(**options) if strategy is None else quiet_trainer(world, strategy=strategy, **options)
     try:
-        trainer.fit(module, DataLoader(Rows(), batch_size=2))
+        trainer.fit(module, DataLoader(Numbers() if kind in NUMBERS else Rows(), batch_size=2))
     except SequenceParallelError as error:
         return str(error), {}
     return "", {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
+
+
+class Evaluates(Reads):
+    """Logs shares of tokens, keeps times that have passed, and predicts what stands behind the mark."""
+
+    def __init__(self) -> None:
+        super().__init__("none")
+        self.elapsed: list[Tensor] = []
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.logits(batch)
+        self.log("share", batch["attention_mask"].double().mean())
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.logits(batch)
+        self.elapsed.append(batch["gaps"].cumsum(1))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.logits(batch)
+        return (batch["input_ids"] == MARK).cumsum(1)
+
+
+def evaluate(world: int, strategy: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Return what a validation logs, a test keeps and a prediction gives."""
+    torch.manual_seed(2)
+    module, loader = Evaluates(), DataLoader(Numbers(), batch_size=2)
+
+    def trainer() -> Any:
+        return plain_trainer() if strategy is None else quiet_trainer(world, strategy=strategy)
+
+    [shown] = trainer().validate(module, loader, verbose=False)
+    trainer().test(module, loader, verbose=False)
+    predicted = trainer().predict(module, loader)
+    return {
+        "share": torch.tensor(shown["share"], dtype=torch.float64),
+        "elapsed": torch.cat(module.elapsed),
+        "predicted": torch.cat(predicted).double(),
+    }

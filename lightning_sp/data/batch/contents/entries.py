@@ -132,9 +132,7 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     """Return the dimension of the sequence in each entry of a known or declared name; empty where there is none.
 
     Others come with them where `options.infer_sequences` allows, or no sequence is split: what a trial's crop cuts them by.
-
-    Raises:
-        SequenceParallelError: the batch does not have a declared one.
+    Raises: SequenceParallelError: the batch does not have a declared one, and one of another name that may be meant.
     """
     known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
     # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels and weights of rows, one for each,
@@ -154,6 +152,8 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     dims |= dict.fromkeys(_targets_of_codebooks(known), 2)
     for name, dim in options.sequence_dims.items():
         tensor = entries.get(name)
+        if tensor is None and not _may_be_misspelt(dim, entries, options):
+            continue  # of other batches
         if not isinstance(tensor, Tensor) or not -tensor.dim() <= dim < tensor.dim():
             shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             raise SequenceParallelError(
@@ -166,6 +166,13 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     return {**found, **dims}
 
 
+def _may_be_misspelt(dim: int, entries: Mapping[str, Any], options: ShardOptions) -> bool:
+    """Return whether a batch without a declared entry has one of no known name that it may stand for."""
+    known = {*STANDARD_NAMES, *options.sequence_dims, *options.inferred_dims}
+    others = [t.dim() for n, t in entries.items() if n not in known and isinstance(t, Tensor)]
+    return not known & entries.keys() or any(-each <= dim < each for each in others)
+
+
 def _shape_of_several_texts(known: Mapping[str, Tensor]) -> torch.Size | None:
     """Return the shape of ids of (rows, texts, tokens), answers to choose from say: the last dim is the longer one. None where a row is one."""
     ids = [known[name] for name in INPUTS if name in known and not known[name].is_floating_point()]
@@ -175,10 +182,8 @@ def _shape_of_several_texts(known: Mapping[str, Tensor]) -> torch.Size | None:
 def _targets_of_codebooks(known: Mapping[str, Tensor]) -> list[str]:
     """Return targets of (rows, codebooks, tokens) beside a decoder's inputs of (rows, tokens, codebooks), as Dia has them."""
     codes = known.get(f"{DECODER}input_ids")
-    if codes is None or codes.dim() != 3:
-        return []
-    rows, tokens, codebooks = codes.shape
-    return [n for n in OF_TARGETS if n in known and tuple(known[n].shape) == (rows, codebooks, tokens)]
+    shape = () if codes is None or codes.dim() != 3 else (codes.shape[0], codes.shape[2], codes.shape[1])
+    return [n for n in OF_TARGETS if shape and n in known and tuple(known[n].shape) == shape]
 
 
 def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -> list[str]:
@@ -186,7 +191,7 @@ def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -
 
     How many tokens it makes of them is its own affair: they pass whole.
     """
-    names = {n for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)} | {*options.sequence_dims}
+    names = {n for n, t in entries.items() if n in {*STANDARD_NAMES, *options.sequence_dims} and isinstance(t, Tensor)}
     of_decoder = {n for n in names if n.startswith(DECODER)}
     if not of_decoder or names - of_decoder - {*OF_TARGETS, *TARGET_WEIGHTS, _MASK}:
         return []
@@ -375,8 +380,7 @@ def _refuse_ragged_rows(entries: Mapping[str, Any], dims: Mapping[str, int]) -> 
 
     Beside a tensor of rows a list of another name is left whole: the classes of what is in each picture, a row's spans.
     """
-    rows: dict[str, list[Tensor]] = {}
-    has_rows = False
+    rows, has_rows = dict[str, list[Tensor]](), False
     for name, value in entries.items():
         of, _, index = name.rpartition(".")
         is_in_list = bool(of) and index.isdigit()
@@ -386,8 +390,7 @@ def _refuse_ragged_rows(entries: Mapping[str, Any], dims: Mapping[str, int]) -> 
     refused = [name for name in rows if not has_rows or name.rpartition(".")[2] in STANDARD_NAMES]
     if not refused:
         return
-    name = refused[0]
-    found = rows[name]
+    name, found = refused[0], rows[refused[0]]
     fill = STANDARD_NAMES.get(name.rpartition(".")[2], (1, 0))[1]
     raise SequenceParallelError(
         f"the batch's {name!r} is a list of {len(found)} rows, of {[len(row) for row in found]} tokens: a list of rows is not split; pad them "

@@ -142,3 +142,14 @@ def test_pairs_of_tokens_pass_whole_where_the_step_sees_whole_sequences():
     batch, _ = shard_batch(entries, SequenceLayout(ring_size=2), 1, whole)
     assert batch["edges"] is edges
     assert batch["near"] is square
+
+
+def test_a_declared_entry_of_other_batches_may_be_absent_where_no_other_entry_may_be_meant():
+    options = ShardOptions(sequence_dims={"weights": 1})
+    assert sequence_dims({"input_ids": IDS, "of_row": torch.ones(2)}, options) == {"input_ids": 1}
+    assert sequence_dims({"input_ids": IDS, "weights": torch.ones(2, 6)}, options) == {"input_ids": 1, "weights": 1}
+    for others in ({"weight": torch.ones(2, 6)}, {"weights": 1.0}):
+        with pytest.raises(
+            SequenceParallelError, match=r"sequence_dims\['weights'\]=1: the batch has (NoneType|float)"
+        ):
+            sequence_dims({"input_ids": IDS, **others}, options)

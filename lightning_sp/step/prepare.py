@@ -79,6 +79,7 @@ from lightning_sp.parallelize import (
     transformer_blocks,
     used_as_whole,
     used_parameters,
+    watched_behind_run,
     whole_bytes_elsewhere,
     whole_state,
 )
@@ -318,6 +319,7 @@ def interceptions(context: SequenceContext, module: nn.Module, config: StrategyC
     entered: list[AbstractContextManager[Any]] = [
         used_as_whole(module),
         freed_behind_run(module),
+        watched_behind_run(module),
         functional_calls_of_whole_weights(),
         inner_gradients(context, module),
         ReductionScope(context),

@@ -32,6 +32,7 @@ from lightning_sp.parallelize.fsdp.units.optional_units import gathered, optiona
 from lightning_sp.parallelize.fsdp.units.own_optimizers import refuses_own_steps
 from lightning_sp.parallelize.fsdp.units.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
+from lightning_sp.parallelize.fsdp.watched_gathers import watched_behind_run
 
 __all__ = [
     "ParameterLayout",
@@ -65,6 +66,7 @@ __all__ = [
     "used_as_whole",
     "used_parameters",
     "watch_behind_runs",
+    "watched_behind_run",
     "whole_parameters",
     "without_reduction",
     "write_counts",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from tests.trainer.tiny import TokenDataset, quiet_trainer
+from tests.trainer.tiny import TokenDataset, plain_trainer, quiet_trainer
 
 
 class Block(nn.Module):
@@ -43,10 +44,10 @@ class User(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fitted() -> User:
+def fitted(**strategy: Any) -> User:
     torch.manual_seed(0)
     module = User().double()
-    quiet_trainer(2, strategy={"ring_size": 2}, max_steps=1, max_epochs=1).fit(
+    quiet_trainer(2, strategy={"ring_size": 2, **strategy}, max_steps=1, max_epochs=1).fit(
         module, DataLoader(TokenDataset(4), batch_size=2)
     )
     return module
@@ -86,6 +87,11 @@ def read_behind_a_fit() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    trained = fitted()
-    if trained.global_rank == 0:
+    trained = fitted(hang_s=2)
+    if sys.argv[1] == "trainer":
+        if trained.global_rank == 0:
+            plain_trainer().predict(trained, DataLoader(TokenDataset(4), batch_size=2))
+        else:
+            time.sleep(10)
+    elif trained.global_rank == 0:
         print(float(trained.head.weight.norm()) if sys.argv[1] == "number" else trained(torch.arange(20).view(2, 10)))

@@ -10,12 +10,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sp.users_code.kept_outside import NUMBERS
+from lightning_sp.users_code.ownership import is_object_of_user
 
 _CONTAINERS = (list, dict, set, deque)
+_KEPT = (*_CONTAINERS, tuple, Tensor, np.ndarray)
+# Put back by itself, or none of a step's.
+_OF_LIGHTNING = frozenset({"callbacks", "datamodule", "profiler", "_loggers"})
 
 
 def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object]], list[Any]]:
@@ -28,13 +33,13 @@ def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object
     undo: list[Callable[[], object]] = [partial(each.requires_grad_, each.requires_grad) for each in root.parameters()]
     if trainer is None:
         return undo, []
-    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))
+    undo.append(partial(_restore_values, trainer, kept := _values(trainer)))
     mutable: list[Any] = [each.param_groups for each in trainer.optimizers]
     for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):
         attributes = vars(schedule)
         undo.append(partial(attributes.update, dict(attributes)))
         mutable += attributes.values()
-    return undo, [each for each in mutable if isinstance(each, _CONTAINERS)]
+    return undo, [*(each for each in mutable if isinstance(each, _CONTAINERS)), *kept.values()]
 
 
 def _with_inner(schedules: list[Any]) -> list[Any]:
@@ -45,12 +50,18 @@ def _with_inner(schedules: list[Any]) -> list[Any]:
     return schedules
 
 
-def _numbers(owner: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(owner).items() if type(value) in NUMBERS and not name.startswith("__")}
+def _values(trainer: Any) -> dict[str, Any]:
+    """Return the numbers of a Trainer, and what users have put beside them: self.trainer.tokens["seen"] += ids.numel()."""
+    return {
+        name: value
+        for name, value in vars(trainer).items()
+        if not (name.startswith("__") or name in _OF_LIGHTNING)
+        and (type(value) in NUMBERS or isinstance(value, _KEPT) or is_object_of_user(value))
+    }
 
 
-def _restore_numbers(owner: Any, before: dict[str, Any]) -> None:
-    for name, value in _numbers(owner).items():
+def _restore_values(owner: Any, before: dict[str, Any]) -> None:
+    for name, value in _values(owner).items():
         if name not in before:
             delattr(owner, name)
         elif before[name] is not value:

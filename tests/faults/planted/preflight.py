@@ -719,9 +719,16 @@ PREFLIGHT = (
     fault(
         "a run that a trial of a later step has ended",
         "step/isolation/traces_in_run.py",
-        "    undo.append(partial(_restore_numbers, trainer, _numbers(trainer)))\n",
-        "",
+        "    undo.append(partial(_restore_values, trainer, kept := _values(trainer)))\n",
+        "    kept = _values(trainer)\n",
         f"{COUNTED}[stopped]",
+    ),
+    fault(
+        "what a trial leaves in a Trainer beside numbers",
+        "step/isolation/traces_in_run.py",
+        "        and (type(value) in NUMBERS or isinstance(value, _KEPT) or is_object_of_user(value))\n",
+        "        and type(value) in NUMBERS\n",
+        "tests/step/isolation/test_isolation.py::test_what_users_keep_on_a_trainer_is_put_back",
     ),
     fault(
         "a learning rate that a trial of a later step has lowered",

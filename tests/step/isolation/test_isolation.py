@@ -157,6 +157,36 @@ def test_hooks_that_a_step_registers_go_and_those_that_it_removes_stay_away():
     assert not module._forward_pre_hooks_with_kwargs
 
 
+def test_what_users_keep_on_a_trainer_is_put_back():
+    class Seen:
+        def __init__(self) -> None:
+            self.rows = 3
+
+    module, callbacks = nn.Linear(2, 2), []
+    kept = {"tokens": {"seen": 5}, "sum": torch.ones(2), "lengths": [1], "seen": Seen(), "moved": torch.zeros(1)}
+    trainer = SimpleNamespace(
+        optimizers=[], lr_scheduler_configs=[], callbacks=callbacks, datamodule=None, loggers=[], **kept,
+        fit_loop=SimpleNamespace(_combined_loader=None),
+    )  # fmt: skip
+    module._trainer = trainer
+    with isolated(module, torch.device("cpu")):
+        trainer.tokens["seen"] += 1
+        trainer.sum += 1
+        trainer.lengths.append(2)
+        trainer.seen.rows += 1
+        trainer.moved = trainer.moved + 1
+        trainer.new, trainer.made = {"rows": 1}, torch.ones(1)
+        trainer.callbacks.append(1)
+    assert trainer.tokens == {"seen": 5}
+    assert trainer.sum.tolist() == [1, 1]
+    assert trainer.lengths == [1]
+    assert trainer.seen.rows == 3
+    assert trainer.moved is kept["moved"]
+    assert not hasattr(trainer, "new")
+    assert not hasattr(trainer, "made")
+    assert callbacks == [1]  # Lightning's own
+
+
 def test_traceless_puts_back_what_a_step_writes():
     module = Hoarder()
     module.weight.grad = torch.full((2,), 5.0)

@@ -39,7 +39,7 @@ class StrategyConfig(MemoryOptions, AttentionOptions):
         shard_batch: Shard the batches; False for loaders that shard by hand.
         sequence_dims: Extra batch entries that carry the sequence, and along which dim: ``{"pixel_mask": 1}``. Names that begin with
             ``decoder_`` are of a second sequence, with a length of its own, as are the labels then. An empty one says that a batch without a
-            known name holds no sequence, and runs whole.
+            known name holds no sequence, and runs whole. A batch may lack one, where no entry of another name may be meant.
         labels_shifted: Whether the batch's ``labels`` already hold the target of their own position. None: known by name
             alone (``shift_labels`` and ``targets`` are; ``labels`` of a Hugging Face model are not, an encoder-decoder's are), else refused.
         packed_documents: Whether position_ids that do not rise by one begin a document, to which attention keeps. None: known for

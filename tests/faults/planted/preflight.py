@@ -1144,6 +1144,13 @@ PREFLIGHT = (
         f"{LATER_TOKENS}[rare tokens]",
     ),
     fault(
+        "an evaluation's batch of other entries, not tried",
+        "preflight/evaluation/first_evaluation.py",
+        "        if info.is_changed:\n",
+        "        if False:\n",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[another entry]",
+    ),
+    fault(
         "an evaluation step compared on its first batch alone",
         "preflight/evaluation/first_evaluation.py",
         "    if is_first and not runner.context.global_view:\n",

@@ -1,4 +1,4 @@
-"""What a validation does from an epoch on is compared then: a first one could not show it."""
+"""What a validation does from an epoch on, or with batches of other entries, is compared then: a first one could not show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tests.preflight.evaluation import later_evaluations_ranks as ranks
 
 
-@pytest.mark.parametrize("kind", ["other tokens", "another number"])
+@pytest.mark.parametrize("kind", ["other tokens", "another number", "another entry"])
 def test_a_later_validation_shows_what_one_device_shows(pools: Any, kind: str):
     (expected,) = pools(1).run(ranks.fit, 1, kind)
     assert len(expected[1]) == 1 + (kind == "another number")

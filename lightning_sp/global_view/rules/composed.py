@@ -284,6 +284,36 @@ def trace(x: Tensor) -> Tensor:
     return x.diagonal().sum()
 
 
+def kron(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply each number by a whole block."""
+    if x.dim() < y.dim():
+        x = x[(None,) * (y.dim() - x.dim())]
+    y = y[(None,) * (x.dim() - y.dim())]
+    product = (
+        x[tuple(each for _ in range(x.dim()) for each in (slice(None), None))]
+        * (y[tuple(each for _ in range(y.dim()) for each in (None, slice(None)))])
+    )
+    for dim in range(x.dim()):
+        product = product.flatten(dim, dim + 1)
+    return product
+
+
+def block_diag(call: Call) -> Any:
+    """Put matrices behind each other, each right of the one before."""
+    given = [torch.atleast_2d(each) for each in call.args]  # type: ignore[no-untyped-call]
+    widths = [each.shape[1] for each in given]
+    ahead = [sum(widths[:i]) for i in range(len(widths))]
+    return torch.cat(
+        [F.pad(x, (before, sum(widths) - before - x.shape[1])) for x, before in zip(given, ahead, strict=True)]
+    )
+
+
+def pair_distances(x: Tensor, p: float = 2.0) -> Tensor:
+    """Return the distance of each row to each later one."""
+    first, second = torch.triu_indices(len(x), len(x), 1, device=x.device).unbind(0)
+    return torch.cdist(x, x, p)[first, second]
+
+
 def constant_pad(x: Tensor, pad: Sequence[int], value: float = 0) -> Tensor:
     """Pad with one value."""
     return F.pad(x, list(pad), value=value)
@@ -328,5 +358,8 @@ RULES: dict[str, Rule] = {
     **named("adjoint mH H", written_out(adjoint)),
     **named("mv", written_out(mv)),
     **named("trace", written_out(trace)),
+    **named("kron", written_out(kron)),
+    **named("block_diag", block_diag),
+    **named("pdist", written_out(pair_distances)),
     **named("constant_pad_nd", written_out(constant_pad)),
 }  # fmt: skip

@@ -318,7 +318,7 @@ def normalize(call: Call) -> Any:
     """Scale vectors that lie along another dim to length 1, or compare them."""
     x = call.tensors[0]
     dim = -1 if call.name == "pairwise_distance" else call.argument(2, "dim", 1)
-    if dim % x.dim() == x.placement.dim:
+    if not isinstance(dim, int) or dim % x.dim() == x.placement.dim:
         return NO_RULE
     if call.name == "normalize":
         return placed(call.on_locals(), x.placement)
@@ -341,6 +341,9 @@ def bucketize(call: Call) -> Any:
     x, boundaries = call.argument(0, "input"), call.argument(1, "boundaries")
     if call.name == "searchsorted":
         boundaries, x = call.argument(0, "sorted_sequence"), call.argument(1, "input")
+        if is_plain(x) and x.shape[:-1] == boundaries.shape[:-1] and boundaries.placement.dim < boundaries.dim() - 1:
+            x = SequenceTensor(part_of(x, boundaries.placement), boundaries.placement)  # of the boundaries' tokens
+            return bucketize(replace(call, args=(boundaries, x, *call.args[2:])))
     if (
         is_sequence(x)
         and is_sequence(boundaries)

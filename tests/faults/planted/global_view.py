@@ -16,6 +16,20 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "numbers that are added to tokens, written over them",
+        "global_view/rules/indexing/writing.py",
+        "        x.local.index_put_(tuple(into), value, accumulate=True)\n",
+        "        x.local.index_put_(tuple(into), value)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
+        "pixels of a square exchanged",
+        "global_view/rules/pictures.py",
+        "    return parted.movedim(-4, -2).movedim(-4, -1).flatten(-2).flatten(-3, -2)\n",
+        "    return parted.movedim(-5, -2).movedim(-4, -1).flatten(-2).flatten(-3, -2)\n",
+        f"{RULES}[1-2-16]",
+    ),
+    fault(
         "numpy's axis that no rule looks for",
         "global_view/calls/keyword_arguments.py",
         "(NUMPY_NAMES.get(name, name) if name not in names else name)",

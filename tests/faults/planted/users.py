@@ -24,6 +24,13 @@ STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
     fault(
+        "a whole vector's weights assigned of which each rank has a part",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
+        "        if all(each.is_replicate() for each in value.placements):\n",
+        "        if False:\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_assigned_data_is_what_the_forward_uses",
+    ),
+    fault(
         "a step that is given the index of its batch, and takes none",
         "preflight/recording/read_numbers.py",
         "    @wraps(inspect.unwrap(step))  # Lightning asks for the signature of what is wrapped once\n",

@@ -13,6 +13,7 @@ from tests.global_view.cases.function_cases import FUNCTION_CASES
 from tests.global_view.cases.line_cases import LINE_CASES
 from tests.global_view.cases.more_cases import MORE_CASES
 from tests.global_view.cases.paper_cases import PAPER_CASES
+from tests.global_view.cases.row_cases import ROW_CASES
 from tests.global_view.cases.token_cases import TOKEN_CASES
 from tests.global_view.cases.view_cases import VIEW_CASES
 from tests.global_view.whole import Case, E, H, V, Whole
@@ -177,6 +178,7 @@ CASES: dict[str, Case] = {
     **LINE_CASES,
     **TOKEN_CASES,
     **PAPER_CASES,
+    **ROW_CASES,
     **VIEW_CASES,
     **COMPOSED_CASES,
     **FUNCTION_CASES,

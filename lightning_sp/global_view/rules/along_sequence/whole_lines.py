@@ -70,6 +70,8 @@ def differences(call: Call) -> Any:
     ahead, behind = call.argument(3, "prepend"), call.argument(4, "append")
     if (ahead is not None or behind is not None) and isinstance(dim, int):
         return torch.diff(torch.cat([each for each in (ahead, x, behind) if each is not None], dim), times, dim)
+    if isinstance(dim, int) and dim % x.dim() != x.placement.dim:
+        return placed(call.on_locals(), x.placement)
     if not _is_along(call, 2):
         return NO_RULE
     found = along(call.args[0], _on_lines(call, 2))

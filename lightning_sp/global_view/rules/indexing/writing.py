@@ -72,6 +72,10 @@ def setitem(call: Call) -> Any:
     if not is_sequence(x):
         call.tensors[0].placement.storage.note_reduction()
         return call.on_wholes()  # into what the user has made whole
+    if isinstance(index, list) and all(isinstance(each, int) for each in index):
+        index = torch.tensor(index, device=x.device)
+    if isinstance(index, Tensor) and index.dtype == torch.bool and 0 < index.dim() <= x.placement.dim:
+        index = whole_of(index).nonzero(as_tuple=True)  # rows
     if isinstance(index, Tensor) and index.dtype == torch.bool:
         return _by_mask(x, index, value)
     if is_choice(x, index) and x.placement.dim == 0:
@@ -101,8 +105,8 @@ def _without_masks(x: SequenceTensor, slots: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
-    """Write a number or whole tensors to the tokens that whole numbers say: `x[torch.arange(B), lengths] = value`."""
+def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any, *, accumulate: bool = False) -> Any:
+    """Write a number or whole tensors to the tokens that whole numbers say, or add them: `x[torch.arange(B), lengths] = value`."""
     own = x.placement
     slots = [torch.as_tensor(each, device=x.device) if isinstance(each, list) else each for each in slots]
     if any(isinstance(each, Tensor) for each in slots):  # beside which a number is an index like these
@@ -112,6 +116,8 @@ def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
     first = [i for i, each in enumerate(slots) if isinstance(each, Tensor)]
     others = {i: each for i, each in enumerate(slots) if not isinstance(each, Tensor)}
     if first and others.get(own.dim) == slice(None):
+        if accumulate:
+            return NO_RULE
         return _beside(x, slots, first, value)
     if (
         own.dim not in first
@@ -139,6 +145,12 @@ def _by_numbers(x: SequenceTensor, slots: Sequence[Any], value: Any) -> Any:
     if isinstance(value, Tensor) and value.dim():
         wide = value.to(x.dtype).expand(*x.shape[: first[0]], *position.shape, *x.shape[first[-1] + 1 :])
         value = wide[(*ahead, here)]
+    if accumulate:
+        if ahead:
+            return NO_RULE
+        value = torch.as_tensor(value, dtype=x.dtype, device=x.device)
+        x.local.index_put_(tuple(into), value, accumulate=True)
+        return None
     x.local[(*ahead, *into)] = value
     return None
 
@@ -294,13 +306,16 @@ def _sources(length: int, chosen: range) -> Tensor:
 
 
 def index_put(call: Call) -> Any:
-    """Write to tokens that whole numbers say; no sums."""
+    """Write to tokens that whole numbers say, or add to them."""
     x, index, value = call.args[:3]
-    if not is_sequence(x) or call.argument(3, "accumulate", False):
+    if not is_sequence(x):
         return NO_RULE
     into = x if writes(call.function) else SequenceTensor(x.local.clone(), replace(x.placement, copied=None))
-    into[tuple(index)] = value
-    return into
+    if not call.argument(3, "accumulate", False):
+        into[tuple(index)] = value
+        return into
+    slots = _without_masks(into, slots_of(into, tuple(index)))
+    return NO_RULE if _by_numbers(into, slots, value, accumulate=True) is NO_RULE else into
 
 
 def index_fill(call: Call) -> Any:

@@ -51,8 +51,8 @@ def numbers() -> tuple[list[Any], list[Any], list[Any]]:
     return found, _read(weight), _read(weight.full_tensor())  # type: ignore[attr-defined]
 
 
-def assigned() -> tuple[bool, bool, str, str]:
-    """Assign data as averages do; return whether the forward and the backup are right, and two refusals."""
+def assigned() -> tuple[bool, bool, bool, str, str]:
+    """Assign data as averages do; return whether the forward, the backup and a vector of all are right, and two refusals."""
     linear = _sharded()
     x = torch.ones(1, 3, dtype=torch.float64)
     with used_as_whole(linear):
@@ -63,6 +63,10 @@ def assigned() -> tuple[bool, bool, str, str]:
         linear.reshard()  # type: ignore[operator]
         linear.weight.data = backup
         restored = torch.equal(linear.weight.full_tensor() * 2, wanted)  # type: ignore[attr-defined]
+        vector = nn.utils.parameters_to_vector(linear.parameters())
+        nn.utils.vector_to_parameters(vector * 3, linear.parameters())
+        tripled = torch.allclose(linear(x), x @ wanted.T * 1.5 + bias * 3, rtol=1e-14)
+        linear.reshard()  # type: ignore[operator]
         refusals = []
         for value in (torch.zeros(5, 3, dtype=torch.float64), linear.bias.data):
             try:
@@ -70,7 +74,7 @@ def assigned() -> tuple[bool, bool, str, str]:
                 refusals.append("")
             except SequenceParallelError as error:
                 refusals.append(str(error))
-    return doubled, restored, refusals[0], refusals[1]
+    return doubled, restored, tripled, refusals[0], refusals[1]
 
 
 def behind_worlds() -> list[bool]:

@@ -15,9 +15,10 @@ def test_a_number_is_the_wholes(pools):
 
 
 def test_assigned_data_is_what_the_forward_uses(pools):
-    for doubled, restored, plain, other_shape in pools(2).run(ranks.assigned):
+    for doubled, restored, tripled, plain, other_shape in pools(2).run(ranks.assigned):
         assert doubled
         assert restored
+        assert tripled
         assert plain.startswith("parameter.data = Tensor of shape (5, 3), where the parameter is a shard of (5, 3)")
         assert other_shape.startswith("parameter.data = DTensor of shape (5,)")
 

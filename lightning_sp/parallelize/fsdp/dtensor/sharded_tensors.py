@@ -166,9 +166,13 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 def _assign(tensor: DTensor, value: torch.Tensor) -> None:
     """As `parameter.data = value` of a tensor on one device; of what every rank has whole, a slice of `parameters_to_vector` say, its part."""
-    if isinstance(value, DTensor) and value.shape == tensor.shape and value.device_mesh == tensor.device_mesh:
-        if all(each.is_replicate() for each in value.placements):
-            value = value.redistribute(placements=tensor.placements).detach().clone()  # sends nothing
+    if (
+        isinstance(value, DTensor)
+        and value.shape == tensor.shape
+        and value.device_mesh == tensor.device_mesh
+        and all(each.is_replicate() for each in value.placements)
+    ):
+        value = value.redistribute(placements=tensor.placements).detach().clone()  # sends nothing
     if (
         not isinstance(value, DTensor)
         or value._spec.placements != tensor._spec.placements

@@ -26,8 +26,8 @@ USERS = (
     fault(
         "a whole vector's weights assigned of which each rank has a part",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
-        "        if all(each.is_replicate() for each in value.placements):\n",
-        "        if False:\n",
+        "        and all(each.is_replicate() for each in value.placements)\n",
+        "        and False\n",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_assigned_data_is_what_the_forward_uses",
     ),
     fault(

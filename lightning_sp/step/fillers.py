@@ -26,8 +26,11 @@ from lightning_sp.trainer.loops import without_loggers
 @contextmanager
 def leaving_nothing(module: Any, device: torch.device) -> Iterator[None]:
     """Run a step or a hook of an evaluation on fillers; what it logs takes part in other ranks' messages (`FillerLogs`)."""
+    lists = _lists_in_parts([module])
     with isolated(module, device, logs=True), without_loggers(module.trainer):
         yield
+        added = _added(lists)
+    _keep_company(added)
     forget_computed([module])
 
 
@@ -121,7 +124,7 @@ def metrics_put_back(holders: Iterable[Any], *, trains: bool) -> Iterator[None]:
     put = [(metric, metric.update_called, _held_by(metric)) for metric in found]
     counting = set[int]()  # by identity: a metric's hash follows what it holds
     leaves = [each for metric in found for each in parts_of(metric) if len(parts_of(each)) == 1]
-    own = [each.update for each in leaves]
+    own, lists = [each.update for each in leaves], _lists_in_parts(holders)
     for each in leaves:
         vars(each)["update"] = _noting(each, counting)
     try:
@@ -129,13 +132,43 @@ def metrics_put_back(holders: Iterable[Any], *, trains: bool) -> Iterator[None]:
     finally:
         for each, update in zip(leaves, own, strict=True):
             vars(each)["update"] = update
+    added = _added(lists)
     for metric, held, held_before in put:
         was_reset = held and not metric.update_called
         if was_reset or not trains or not counting.isdisjoint(map(id, parts_of(metric))):
             for each, name, value in held_before:
                 vars(each)[name] = value
+            own_parts = {id(part) for part in parts_of(metric)}  # metrics have an == of their own
+            _keep_company([each for each in added if id(each[0]) in own_parts])
         if was_reset:
             metric.reset()
+
+
+def _lists_in_parts(holders: Iterable[Any]) -> list[tuple[Metric, str, int]]:
+    """Return the lists that torchmetrics gathers one element after the other, and how many each has: those of a retrieval, of boxes."""
+    found = (part for holder in holders for _, metric in outermost_metrics(holder) for part in parts_of(metric))
+    return [
+        (each, name, len(getattr(each, name)))
+        for each in found
+        for name, reduce in each._reductions.items()
+        if reduce is None and isinstance(getattr(each, name), list)
+    ]
+
+
+def _added(lists: list[tuple[Metric, str, int]]) -> list[tuple[Metric, str, list[Any]]]:
+    """Return empty tensors like those that a step has added to lists."""
+    news = ((each, name, getattr(each, name)[count:]) for each, name, count in lists)
+    return [
+        (each, name, [v.new_empty((0, *v.shape[1:])) for v in values if isinstance(v, torch.Tensor)])
+        for each, name, values in news
+        if values
+    ]
+
+
+def _keep_company(added: list[tuple[Metric, str, list[Any]]]) -> None:
+    """Let lists have as many elements as those of ranks with samples, which send theirs one by one: empty ones, for fillers."""
+    for each, name, values in added:
+        vars(each)[name] = [*getattr(each, name), *values]
 
 
 def _held_by(metric: Metric) -> list[tuple[Metric, str, Any]]:

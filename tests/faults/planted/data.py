@@ -453,6 +453,13 @@ DATA = (
         "tests/trainer/processes/test_agreed_stop.py::test_a_rank_that_stops_alone_is_refused_on_all[on_train_batch_end-groups]",
     ),
     fault(
+        "a list that is gathered element by element, without those of fillers",
+        "step/fillers.py",
+        "        vars(each)[name] = [*getattr(each, name), *values]\n",
+        "        pass\n",
+        "tests/trainer/logged_numbers/test_list_metrics.py::test_lists_of_groups_of_which_one_has_fewer_batches[3]",
+    ),
+    fault(
         "a metric's empty list sent as torchmetrics does",
         "trainer/logged_numbers/row_metrics.py",
         "        return value.new_empty((0, *theirs[1:dims]), dtype=_DTYPES[dtype])\n",

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric, Metric
 from torchmetrics.classification import BinaryAUROC, MulticlassAveragePrecision
+from torchmetrics.retrieval import RetrievalMRR
 
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, plain_trainer, quiet_trainer, tiny_llama
 
@@ -34,7 +35,7 @@ class Lists(Plain):
     def __init__(self) -> None:
         super().__init__(tiny_llama)
         self.area, self.precision = BinaryAUROC(), MulticlassAveragePrecision(VOCAB)
-        self.firsts, self.ids = CatMetric(), Kept()
+        self.firsts, self.ids, self.found = CatMetric(), Kept(), RetrievalMRR()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         logits = self.logits(batch)
@@ -43,13 +44,15 @@ class Lists(Plain):
         self.precision.update(logits.flatten(0, 1).softmax(-1), targets.flatten())
         self.firsts.update(logits[0, :, 0].abs().max())
         self.ids.update(targets)
+        self.found.update(logits[..., 0].flatten(), targets.flatten() % 2, targets[:, :1].expand_as(targets).flatten())
 
     def on_validation_epoch_end(self) -> None:
         self.log("area", self.area.compute())
         self.log("precision", self.precision.compute())
         self.log("first", self.firsts.compute().reshape(-1).max())
         self.log("ids", self.ids.compute())
-        for metric in (self.area, self.precision, self.firsts, self.ids):
+        self.log("found", self.found.compute())
+        for metric in (self.area, self.precision, self.firsts, self.ids, self.found):
             metric.reset()
 
 

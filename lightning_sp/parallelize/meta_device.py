@@ -1,7 +1,8 @@
 """The meta device for the ranks that receive their weights: a model is built there without memory, but for what is read from a file.
 
 Hugging Face refuses `from_pretrained` under a device context of `torch.device("meta")`: what it reads would be lost. Within it tensors are made
-as if there were no context, so that these ranks hold such a model whole until it is sharded, as rank 0 does.
+as if there were no context, so that these ranks hold such a model whole until it is sharded, as rank 0 does. So it is within Lightning's
+`load_from_checkpoint`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class MetaDevice(TorchFunctionMode):
 
 
 def _reads_pretrained() -> bool:
-    """Return whether the caller is within Hugging Face's `from_pretrained`."""
-    code = _from_pretrained()
-    frame: FrameType | None = sys._getframe(1) if code is not None else None
+    """Return whether the caller is within Hugging Face's `from_pretrained`, or Lightning's `load_from_checkpoint`."""
+    codes = (_from_pretrained(), _load_from_checkpoint())
+    frame: FrameType | None = sys._getframe(1) if any(codes) else None
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code in codes:
             return True
         frame = frame.f_back
     return False
@@ -47,3 +48,8 @@ def _reads_pretrained() -> bool:
 def _from_pretrained() -> CodeType | None:
     loaded = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     return None if loaded is None else inspect.unwrap(loaded.from_pretrained.__func__).__code__
+
+
+def _load_from_checkpoint() -> CodeType | None:
+    saving = sys.modules.get("lightning.pytorch.core.saving")
+    return None if saving is None else saving._load_from_checkpoint.__code__

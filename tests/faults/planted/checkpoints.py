@@ -153,4 +153,11 @@ CHECKPOINTS = (
         "",
         "tests/checkpoint/contents/test_containers.py::test_a_module_is_not_built_of_what_became_text",
     ),
+    fault(
+        "a teacher that is loaded on the meta device",
+        "parallelize/meta_device.py",
+        "    codes = (_from_pretrained(), _load_from_checkpoint())\n",
+        "    codes = (_from_pretrained(),)\n",
+        "tests/trainer/checkpointing/test_load_from_checkpoint.py::test_a_teacher_is_loaded_where_a_model_is_built_without_memory",
+    ),
 )

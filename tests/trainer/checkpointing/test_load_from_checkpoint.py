@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.parallelize import MetaDevice
 from lightning_sp.trainer.checkpointing.load_from_checkpoint import read_checkpoint_folders
 
 
@@ -21,3 +22,19 @@ def test_anything_else_goes_to_lightning_once(tmp_path):
     with pytest.raises(IsADirectoryError) as raised:
         pl.LightningModule.load_from_checkpoint(tmp_path)
     assert sum(entry.name == "read" for entry in raised.traceback) == 1
+
+
+class Small(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+
+def test_a_teacher_is_loaded_where_a_model_is_built_without_memory(tmp_path):
+    """Ranks but 0 build on the meta device in `configure_model`."""
+    weights = {"layer.weight": torch.ones(2, 2), "layer.bias": torch.ones(2)}
+    torch.save({"state_dict": weights, "pytorch-lightning_version": pl.__version__}, tmp_path / "x.ckpt")
+    with MetaDevice():
+        teacher = Small.load_from_checkpoint(tmp_path / "x.ckpt")
+        assert Small().layer.weight.is_meta
+    assert teacher.layer.weight.tolist() == [[1, 1], [1, 1]]

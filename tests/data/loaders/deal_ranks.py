@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.data.batch.filler_marks import is_filler_batch
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.same_samples import same_samples
 
@@ -65,7 +66,7 @@ def read(how: str, epochs: int = 2) -> dict[str, Any]:
         for epoch in range(epochs):
             if dealt := loader.dealt:
                 dealt.set_epoch(epoch)
-            found.append([batch["labels"].flatten().tolist() for batch in loader])
+            found.append(["filler" if is_filler_batch(each) else each["labels"].flatten().tolist() for each in loader])
         return {"batches": found, "length": len(loader) if "stream" not in how else None}
     except SequenceParallelError as error:
         return {"error": str(error)}

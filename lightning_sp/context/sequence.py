@@ -44,7 +44,8 @@ class SequenceInfo:
         is_changed: numbers by which the step may do other things have changed on some rank.
         is_filler: none of the rows counts: they only keep other ranks' collectives company.
         has_fillers: that is so on some rank.
-        rows_of_groups: of each data-parallel group, the rows that count; empty where nothing was told of them, in a trial.
+        rows_of_groups: of each data-parallel group, the rows that count; below 0 where those of one of several loaders do not;
+            empty where nothing was told of them, in a trial.
         encoder: the encoder's sequence; None where the batch holds one sequence.
         beside: other sequences, each with names and rows of its own: of a step that sees whole sequences alone.
         dims: of the batch's entries that carry this sequence, along which dim.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -108,6 +109,21 @@ def counts_in(loss: Tensor, step: Step) -> list[Tensor]:
                 visited.add(other)
                 left.append(other)
     return [count for count, node in zip(step.token_counts, step.means, strict=True) if node in found]
+
+
+def has_own_part(loss: Tensor, sequence_group: ProcessGroup | None) -> bool:
+    """Return whether a loss reads weights otherwise than through sums over all data-parallel groups."""
+    visited, left = {loss.grad_fn}, deque([loss.grad_fn])
+    while left:
+        node = left.popleft()
+        if node is None or getattr(node, "group", sequence_group) is not sequence_group:
+            continue
+        if hasattr(node, "variable"):
+            return True
+        new = {other for other, _ in node.next_functions if other is not None} - visited
+        visited |= new
+        left.extend(new)
+    return False
 
 
 def _alike(counts: list[Tensor]) -> bool:

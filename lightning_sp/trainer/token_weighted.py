@@ -9,11 +9,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_sp import comm
 from lightning_sp.context.step import Step
-from lightning_sp.loss.token_weighting import TokenWindow, counts_in, scale_gradients
+from lightning_sp.loss.token_weighting import TokenWindow, counts_in, has_own_part, scale_gradients
 from lightning_sp.parallelize import drop_accumulated
 from lightning_sp.trainer.loops import begins_window
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
+
+_BESIDE = (
+    "the samples of one of several training loaders do not divide over the data-parallel groups: beside the other loader's samples one group "
+    "has a repeated one, and a part of the loss is of its own rows, so that it would count; give that loader drop_last=True, make the loss of "
+    "torch's cross entropies and lightning_sp.reductions, or use CombinedLoader(mode='sequential')"
+)
 
 
 class TokenWeightedStrategy(ShardedModelStrategy):
@@ -43,6 +50,10 @@ class TokenWeightedStrategy(ShardedModelStrategy):
         """
         rows = () if step is None else step.batch.rows_of_groups
         if step is None or not any(rows):
+            return loss
+        if min(rows) < 0:
+            group = self._device_mesh.get_group("sequence_parallel") if self._device_mesh is not None else None
+            comm.agree(_BESIDE if has_own_part(loss, group) else None, self._groups.world)
             return loss
         own = 0 if step.batch.is_filler else step.batch.rows
         if step.adds_up_rows:

@@ -58,7 +58,7 @@ def collective_shard(
         SequenceParallelError: on all ranks together, where one cannot shard its batch or ranks of one sequence hold different ones.
     """
     is_filler, batch = is_filler or is_filler_batch(batch), without_mark(batch)
-    local, info, fault = _own_part(batch, mesh, options, by_hand=by_hand)
+    local, info, beside, fault = _own_part(batch, mesh, options, by_hand=by_hand)
     compared = local is not batch or _is_whole_of_all(batch, info, mesh, by_hand=by_hand)
     flags = comm.BatchFlags(ends=ends, changed=is_changed, fillers=is_filler)
     if info is not None:
@@ -73,7 +73,7 @@ def collective_shard(
             num_groups=mesh.data_parallel_size,
             entries=entries_digest(batch),
             is_whole=info is not None and info.is_whole,
-            rows=0 if info is None or is_filler else info.rows,
+            rows=_rows(info, is_filler=is_filler, beside=beside),
             flags=flags,
             loop=loop,
             written=written,
@@ -87,15 +87,24 @@ def collective_shard(
 
 def _own_part(
     batch: Any, mesh: SequenceMesh, options: ShardOptions, *, by_hand: bool
-) -> tuple[Any, SequenceInfo | None, Exception | None]:
-    """Return this rank's part of a batch and what was whole, or the error, which is sent to the other ranks: they would wait for ever."""
+) -> tuple[Any, SequenceInfo | None, bool, Exception | None]:
+    """Return this rank's part of a batch, what was whole and whether it holds fillers beside samples, or the error.
+
+    That is sent to the other ranks: they would wait for ever.
+    """
     try:
-        ignore_beside_others(batch)
+        beside = ignore_beside_others(batch)
         if by_hand or is_sharded(batch):
-            return batch, hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options), None
-        return *shard_batch(batch, mesh.layout, mesh.sequence_rank, options), None
+            return batch, hand_sharded_info(batch, mesh.layout, mesh.sequence_rank, options), beside, None
+        return *shard_batch(batch, mesh.layout, mesh.sequence_rank, options), beside, None
     except Exception as fault:
-        return batch, None, fault
+        return batch, None, False, fault
+
+
+def _rows(info: SequenceInfo | None, *, is_filler: bool, beside: bool) -> int:
+    """Return how many rows of a batch count; below 0 where those of one loader do, and another's beside it do not."""
+    rows = 0 if info is None or is_filler else info.rows
+    return -rows if beside else rows
 
 
 def _told(info: SequenceInfo, agreed: comm.SameBatch, *, is_filler: bool) -> SequenceInfo:

@@ -56,15 +56,17 @@ def marked(batch: Any) -> Any:
     )
 
 
-def ignore_beside_others(batch: Any) -> None:
-    """Ignore, in place, the targets of fillers that stand in one batch with samples of other loaders.
+def ignore_beside_others(batch: Any) -> bool:
+    """Ignore, in place, the targets of fillers that stand in one batch with samples of other loaders; return whether there are some.
 
     Raises:
         SequenceParallelError: they have no entry that is known to hold targets.
     """
-    for each in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ():
-        if is_filler_batch(each):
-            _ignore_targets(each)
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    found = [each for each in parts if is_filler_batch(each)]
+    for each in found:
+        _ignore_targets(each)
+    return bool(found)
 
 
 def is_filler_batch(batch: Any) -> bool:

@@ -242,6 +242,13 @@ DATA = (
         "tests/trainer/batches/test_rows_of_groups.py::test_by_hand_and_along_sequences_too[2-strategy0-False]",
     ),
     fault(
+        "a filler beside another loader's samples, in a loss of a group's own rows",
+        "trainer/token_weighted.py",
+        "comm.agree(_BESIDE if has_own_part(loss, group) else None, self._groups.world)\n",
+        "pass\n",
+        "tests/trainer/batches/test_rows_of_groups.py::test_a_filler_beside_another_loaders_samples",
+    ),
+    fault(
         "a loss that adds up rows averaged over groups",
         "trainer/token_weighted.py",
         "return loss * len(rows) if own else loss * 0.0\n",

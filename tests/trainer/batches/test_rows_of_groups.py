@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.batches import weighed_ranks as ranks
 
 GROUPS = {"data_parallel_size": 2}
-KINDS = [*ranks.LOSSES]
+KINDS = [each for each in ranks.LOSSES if each != "of all"]
 # What a rank logs of such a loss is its own group's.
 OWN = {"added up"}
 
@@ -31,6 +31,15 @@ def test_by_hand_and_along_sequences_too(pools, world, strategy, automatic):
         for trained, _ in found:
             for name, weight in weights.items():
                 assert (trained[name] - weight).abs().max() < 1e-10, (kind, name)
+
+
+def test_a_filler_beside_another_loaders_samples(pools):
+    [alone] = pools(1).run(ranks.side_by_side, 1, None, "of all")
+    for found in pools(2).run(ranks.side_by_side, 2, GROUPS, "of all"):
+        for name, weight in alone.items():
+            assert (found[name] - weight).abs().max() < 1e-10, name
+    for said in pools(2).run(ranks.side_by_side, 2, GROUPS, "beside"):
+        assert "of one of several training loaders do not divide over the data-parallel groups" in said
 
 
 def _answers(pools, world, strategy, kinds, *options):

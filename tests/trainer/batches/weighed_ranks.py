@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_sp import SequenceParallelError
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, _full, plain_trainer, quiet_trainer, tiny_llama
 
 
@@ -41,8 +43,19 @@ def _added_up(logits: Tensor, targets: Tensor) -> Tensor:
     return logits.square().sum() / 1e4
 
 
+def _of_all(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 # Losses by name; of pairs the batch is a list, without names.
-LOSSES = {"beside": _beside, "gathered": _gathered, "one hot": _one_hot, "added up": _added_up, "pairs": _gathered}
+LOSSES = {
+    "beside": _beside,
+    "gathered": _gathered,
+    "one hot": _one_hot,
+    "added up": _added_up,
+    "pairs": _gathered,
+    "of all": _of_all,
+}
 
 
 class Weighed(Plain):
@@ -72,6 +85,30 @@ class Weighed(Plain):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class SideBySide(Weighed):
+    """The losses of two loaders' batches in one step, of which one has no filler where the other has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = [batch[name]["input_ids"] for name in "ab"]
+        logits = [self.model(each, torch.arange(each.shape[1]).expand_as(each)) for each in ids]
+        pairs = zip(logits, (batch[name]["shift_labels"] for name in "ab"), strict=True)
+        return sum(LOSSES[self.kind](each, targets) for each, targets in pairs)
+
+
+def side_by_side(world: int, strategy: dict[str, Any] | None, kind: str) -> dict[str, Tensor] | str:
+    """Return the weights behind an epoch of two loaders, of three and four samples, or why they are refused."""
+    torch.manual_seed(3)
+    module, options = SideBySide(kind, True), {"max_epochs": 1, "num_sanity_val_steps": 0}
+    trainer = plain_trainer(**options) if strategy is None else quiet_trainer(world, strategy=strategy, **options)
+    size = 2 if strategy is None else 1
+    loaders = {name: DataLoader(Samples(rows, False), batch_size=size) for name, rows in (("a", 3), ("b", 4))}
+    try:
+        trainer.fit(module, CombinedLoader(loaders, "max_size_cycle"))
+    except SequenceParallelError as error:
+        return str(error)
+    return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
 
 
 def fit(

@@ -111,8 +111,8 @@ def compare_evaluation(
         runner.end_without_backward()
         runner.context.last_attention_patterns = patterns
     tried = TriedEvaluation(name, crop, own, monitored, may_retry)
-    keeps = judge(tried, part, runner)
-    if is_first and not runner.context.global_view:
+    keeps, agrees = judge(tried, part, runner)
+    if is_first and agrees and not runner.context.global_view:
         of_part = partial(_part_of, runner, run, options, whole_output, name, predicts)
         judge_later_batches(tried, whole, of_part, runner, options)
     _tell_decision(decision, raises=may_retry or predicts)

@@ -73,8 +73,11 @@ class TriedEvaluation:
         return f"{self.name} on a crop of {self.own.rows} x {self.crop.tokens} tokens"
 
 
-def judge(tried: TriedEvaluation, part: PartRun, runner: StepRunner) -> bool:
-    """Return whether the step keeps what one device would; raise, or warn of, what is not one device's. Every rank must call it.
+def judge(tried: TriedEvaluation, part: PartRun, runner: StepRunner) -> tuple[bool, bool]:
+    """Raise, or warn of, what is not one device's. Every rank must call it.
+
+    Returns:
+        Whether the step keeps what one device would, and whether there is nothing to warn of.
 
     Raises:
         NotComparedError: it shows other numbers, with `may_retry`.
@@ -83,11 +86,12 @@ def judge(tried: TriedEvaluation, part: PartRun, runner: StepRunner) -> bool:
     of_ranks: list[PartRun] = comm.gather_objects(part, runner.groups.world)
     numbers = [each.numbers for each in of_ranks]
     runner.context.logged_once.setdefault(tried.name, {}).update(counted_once(numbers))
-    kept = _tell_differences(tried, of_ranks, tried.in_words)
-    keeps, tokens, may_retry = part.keeps and not kept, tried.own.rows * tried.crop.tokens, tried.may_retry
+    told = _tell_differences(tried, of_ranks, tried.in_words)
+    keeps = part.keeps and not any(each.kept for each in of_ranks)
+    tokens, may_retry = tried.own.rows * tried.crop.tokens, tried.may_retry
     if may_retry and not runner.context.global_view and (coarse := coarse_numbers(numbers, tokens)):
         raise NotComparedError(described_coarse(coarse, tried.in_words), undecided=True, keeps=keeps)
-    return keeps
+    return keeps, not told
 
 
 def judge_later_batches(
@@ -131,13 +135,13 @@ def judge_later_batches(
 
 
 def _tell_differences(tried: TriedEvaluation, of_ranks: list[PartRun], step: str) -> bool:
-    """Raise, or warn of, what is not one device's; return whether what the step keeps is not."""
+    """Raise, or warn of, what is not one device's; return whether something is not."""
     if differ := differences([each.numbers for each in of_ranks]):
         _tell(described(differ, step, tried.monitored), tried.may_retry)
     refuse_differences([each.outputs for each in of_ranks], step)
     if kept := describe_kept([each.kept for each in of_ranks], step):
         _tell(kept, tried.may_retry)
-    return bool(kept)
+    return bool(differ or kept)
 
 
 def _tell(text: str, may_retry: bool) -> None:

@@ -1153,7 +1153,7 @@ PREFLIGHT = (
     fault(
         "an evaluation step compared on its first batch alone",
         "preflight/evaluation/first_evaluation.py",
-        "    if is_first and not runner.context.global_view:\n",
+        "    if is_first and agrees and not runner.context.global_view:\n",
         "    if False:\n",
         "tests/preflight/batches/test_later_tokens.py::test_evaluations_that_read_tokens_of_later_batches_are_one_devices",
     ),

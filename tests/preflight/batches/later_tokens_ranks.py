@@ -124,9 +124,10 @@ def evaluate(world: int, strategy: dict[str, Any] | None) -> dict[str, Tensor]:
     """Return what a validation logs, a test keeps and a prediction gives."""
     torch.manual_seed(2)
     module, loader = Evaluates(), DataLoader(Numbers(), batch_size=2)
+    named = {"sequence_dims": {"session_ids": 1, "gaps": 1}}
 
     def trainer() -> Any:
-        return plain_trainer() if strategy is None else quiet_trainer(world, strategy=strategy)
+        return plain_trainer() if strategy is None else quiet_trainer(world, strategy={**named, **strategy})
 
     [shown] = trainer().validate(module, loader, verbose=False)
     trainer().test(module, loader, verbose=False)

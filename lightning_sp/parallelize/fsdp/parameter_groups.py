@@ -51,9 +51,17 @@ def told_before_freed(root: nn.Module, weight: torch.Tensor, tell: Callable[[], 
     for group in parameter_groups(fsdp_modules(root)):
         if any(each.sharded_param is weight for each in group.fsdp_params):
             for name in ("_to_sharded", "_to_sharded_post_forward"):
-                undo.callback(delattr, group, name)
+                # Of a head before this one, whose weight is among them, too.
+                undo.callback(_put_back, group, name, vars(group).get(name))
                 setattr(group, name, _telling(group, getattr(group, name), tell))
     return undo
+
+
+def _put_back(group: Any, name: str, before: Callable[[], None] | None) -> None:
+    if before is None:
+        delattr(group, name)
+    else:
+        setattr(group, name, before)
 
 
 def _telling(group: Any, free: Callable[[], None], tell: Callable[[], None]) -> Callable[[], None]:

@@ -59,6 +59,7 @@ def test_a_longer_batch_recomputes_and_a_line_says_so(answers):
             assert f"activation_checkpointing={policy} from this step on: 1,024 tokens of a rank" in auto["told"][0]
 
 
+@pytest.mark.slow
 def test_where_full_does_not_fit_mlps_run_in_tiles_and_then_inputs_leave(pools, tmp_path):
     """What runs is what no checkpoint gives, and inputs that leave change no bit. Never stays never."""
     common = dict(world=2, lengths=[64, 1024], build=ranks.TILED, precision="64-true")
@@ -85,6 +86,7 @@ def test_where_full_does_not_fit_mlps_run_in_tiles_and_then_inputs_leave(pools, 
             assert f"{said}, activation_offload=disk from this step on" in leaving["told"][0]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_keep_what_is_dearest_of_what_fits(pools):
     common = dict(world=2, lengths=[256], build=ranks.TILED, precision="64-true", backend="aot_eager", first=1)
     off = dict(**LAYOUT, preflight=False)

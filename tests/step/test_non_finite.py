@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import RankPool
+from tests.slow import slow
 from tests.step import watch_ranks as ranks
 
 SAYS = {
@@ -24,9 +25,7 @@ SAYS = {
         pytest.param("layer", dict(ulysses_size=2, data_parallel_size=2), marks=pytest.mark.slow),
         ("weight", dict(ulysses_size=2)),
         ("step", dict(ring_size=2)),
-        ("dropout", dict(ring_size=2)),
-        ("another batch", dict(ulysses_size=2)),
-        ("targets", dict(ring_size=2)),
+        *slow(("dropout", dict(ring_size=2)), ("another batch", dict(ulysses_size=2)), ("targets", dict(ring_size=2))),
     ],
     ids=str,
 )

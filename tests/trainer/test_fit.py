@@ -151,6 +151,7 @@ def test_precision(pools, name, parameters, grads, optimizer):
         assert answer["losses"] == pytest.approx(expected, abs=tolerance)
 
 
+@pytest.mark.slow
 def test_evaluation_never_enters_inference_mode(pools):
     assert pools(2).run(scenarios.validate_then_fit_under_inference_mode, 2) == [2, 2]
 

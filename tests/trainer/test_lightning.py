@@ -74,6 +74,7 @@ def test_a_feature_and_the_preflight(pools, layouts):
     hold_features(pools, list(FEATURES), layouts, list(FEATURES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", ["restarting", pytest.param("jumping", marks=pytest.mark.slow)])
 def test_positions_alone_part_no_documents_where_that_is_declared(pools, positions):
     (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, size=4, positions=positions)])[0]

@@ -95,6 +95,7 @@ def test_a_map_that_hides_nothing_of_a_mask_leaves_its_plan():
         assert all(cut.blocks(q, k) == plain.blocks(q, k) for q in range(4) for k in range(4))
 
 
+@pytest.mark.slow
 @given(window=st.integers(1, 3 * WINDOW_TILE), ring=st.integers(1, 4), device=st.sampled_from(["cpu", "cuda"]))
 def test_windows_larger_than_a_tile(window, ring, device):
     layout = SequenceLayout(ring)

@@ -58,6 +58,7 @@ CHANGED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [

@@ -71,6 +71,7 @@ def test_a_batch_that_needs_none_has_not_the_layout_of_the_one_before(pools):
         assert [bool(layout.assignment) for layout in answers[0]["layouts"]] == [True, False, False]
 
 
+@pytest.mark.slow
 def test_from_the_second_batch_on_what_the_layers_see_is_balanced(pools):
     """A model that looks both ways needs another layout than a causal one; what it does is known once it has run."""
     data, case = dict(size=2, length=64, documents=(40, 16, 7, 1)), dict(model="both ways", micro=2, max_epochs=3)

@@ -56,6 +56,7 @@ def test_what_is_carried_after_all_says_that_steps_before_were_not(pools):
     assert ["in the global view from optimizer step 5 on" in each for each in found["said"]] == [True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "whole"), [("cut", False), pytest.param("whole lines", True, marks=pytest.mark.slow)])
 def test_what_would_have_ended_a_step_on_its_part_is_no_word_against_steps_before(pools, kind, whole):
     """A hook that cuts its batch shorter needs no global view: the attention follows what the hook has left."""

@@ -31,6 +31,7 @@ def test_random_steps_are_compared_from_one_seed(pools: Any, kind: str, world: i
     assert float(difference) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_step_of_which_each_rank_draws_another_is_refused(pools: Any):
     for said in pools(2).run(ranks.fit, 2, "each rank another", RING):
         (refused,) = (each for each in said if each.startswith("refused: "))

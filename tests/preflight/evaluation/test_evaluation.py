@@ -17,6 +17,7 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_right_numbers_are_shown_without_a_word(pools: Any, world: int, strategy: dict[str, int]):
     (one,) = pools(1).run(ranks.shown, 1, "validate", ("right", "clock"), {})

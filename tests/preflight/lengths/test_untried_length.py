@@ -81,6 +81,7 @@ def test_longer_batches_are_told_four_times_and_then_where_they_are_longer_by_a_
     assert batches.known_length > sys.maxsize / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("above", "rows"), [(10_000, 1), (200, 2)], ids=["no branch", "tried whole"])
 def test_a_step_whose_length_hides_nothing_sees_its_part(pools, above, rows):
     """With two rows one of them is tried whole, so that the branch is compared itself: here it is exact on parts that take it, or refused."""

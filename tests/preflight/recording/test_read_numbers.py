@@ -52,7 +52,7 @@ def assert_same(found, plain):
 # What decides as others do, by another function or of another value: the slow run has it.
 VARIANTS = {
     "array", "both", "bounded", "counter", "divided", "int", "number of numpy", "numel", "phase", "prod", "rare of Python", "rows",
-    "size", "weight",
+    "size", "weight", "item", "where", "numpy", "each row",
 }  # fmt: skip
 
 
@@ -77,14 +77,14 @@ def test_each_data_parallel_group_decides_by_its_own_rows_about_its_own_loss_as_
         assert found["whole"]
 
 
-@pytest.mark.parametrize("view", ["auto", True])
+@pytest.mark.parametrize("view", ["auto", *slow(True)])
 def test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups(pools, view):
     for found in pools(4).run(ranks.fit, "count of a group", {**GROUPS, "global_view": view}, 2):
         assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
         assert "about a loss that is of all groups' tokens" in found["error"]
 
 
-@pytest.mark.parametrize("kind", ["tokens", "distinct", *slow("logged", "experts")])
+@pytest.mark.parametrize("kind", ["tokens", *slow("distinct", "logged", "experts")])
 def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, RING):
@@ -92,6 +92,7 @@ def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
         assert not found["whole"]
 
 
+@pytest.mark.slow
 def test_without_a_global_view_it_is_refused_with_the_line(pools):
     for found in pools(2).run(ranks.fit, "count", {"ring_size": 2, "global_view": False}):
         assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
@@ -99,7 +100,7 @@ def test_without_a_global_view_it_is_refused_with_the_line(pools):
         assert "lightning_sp.reductions.batch_sum(mask.sum(1))" in found["error"]
 
 
-@pytest.mark.parametrize("kind", ["count", "set"])
+@pytest.mark.parametrize("kind", ["count", *slow("set")])
 def test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pools, kind):
     [plain] = pools(1).run(ranks.evaluated, kind, None)
     for found in pools(2).run(ranks.evaluated, kind, RING):

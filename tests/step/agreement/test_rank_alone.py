@@ -39,6 +39,7 @@ def test_what_all_have_alike_or_may_have_otherwise_is_not(pools, what):
     assert pools(2).run(_alone, what, TWO, "steps") == [[], []]
 
 
+@pytest.mark.slow
 def test_split_layers_have_parts_and_hooks_of_all(pools):
     assert pools(2).run(_alone, "an average of its own", dict(tensor_parallel_size=2), "end") == [[], []]
     assert len(pools(2).run(_alone, "a hook of a weight", dict(tensor_parallel_size=2), "end")[0]) == 1

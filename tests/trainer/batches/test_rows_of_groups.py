@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.slow import slow
 from tests.trainer.batches import weighed_ranks as ranks
 
 GROUPS = {"data_parallel_size": 2}
@@ -12,7 +13,7 @@ KINDS = [each for each in ranks.LOSSES if each != "of all"]
 OWN = {"added up"}
 
 
-@pytest.mark.parametrize("rows", [7, 5])  # the last step: 2 and 1, 1 and a filler
+@pytest.mark.parametrize("rows", [7, *slow(5)])  # the last step: 2 and 1, 1 and a filler
 def test_each_group_counts_by_its_rows(pools, rows):
     for kind, (weights, logged), *found in zip(*_answers(pools, 2, GROUPS, KINDS, rows), strict=True):
         for trained, own in found:

@@ -22,7 +22,7 @@ def same(found, wanted):
     "strategy",
     [
         dict(ring_size=2),
-        dict(ring_size=2, global_view=True),
+        *slow(dict(ring_size=2, global_view=True)),
         pytest.param(dict(ulysses_size=2, preflight=False), marks=pytest.mark.slow),
     ],
     ids=str,

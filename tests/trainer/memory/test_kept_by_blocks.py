@@ -26,7 +26,7 @@ OPTIONS = {
 
 # One of each two is enough each day: what decides is tried without a Trainer in tests/parallelize/recomputation/test_state_of_blocks.py.
 FAST = {
-    ("selective", "lists"), ("compiled in the global view, selective", "counter"),
+    ("compiled in the global view, selective", "counter"),
 }  # fmt: skip
 
 

@@ -25,6 +25,7 @@ def test_shards_are_stepped_as_the_whole_where_they_are_quantized(pools, kind):
             assert apart <= most
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(each, marks=[pytest.mark.slow] * (each != "AdamWFp8")) for each in BYTES]
 )

@@ -34,6 +34,7 @@ def test_whole_prompts_are_continued(pools, how, length):
         same(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [dict(ring_size=2, global_view=True), pytest.param(dict(ulysses_size=2), marks=pytest.mark.slow)],

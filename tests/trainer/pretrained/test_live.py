@@ -44,6 +44,7 @@ def test_what_is_done_with_a_sharded_model_is_as_on_one_device(pools, base):
                 assert actual["asked"].shape == (1, 13)
 
 
+@pytest.mark.slow
 def test_save_pretrained_by_two_lines_is_read_by_from_pretrained(pools, base, tmp_path):
     saved = str(tmp_path / "saved")
     case = dict(kind="full", folder=base, strategy=RING, world=2, saved=saved)

@@ -31,6 +31,7 @@ def test_ranks_that_stop_together_end_where_one_device_does(pools, where):
     assert pools(2).run(ranks.fit, 2, where, (0, 1), DEGREES["groups"]) == [("", steps)] * 2
 
 
+@pytest.mark.slow
 def test_a_stop_before_the_least_steps_is_compared_too(pools):
     """One device goes on until `min_steps`, and stops there."""
     where, options = "on_train_batch_end", {"min_steps": 6}
@@ -39,6 +40,7 @@ def test_a_stop_before_the_least_steps_is_compared_too(pools):
     assert pools(2).run(ranks.fit, 2, where, (0, 1), DEGREES["groups"], options) == [("", steps)] * 2
 
 
+@pytest.mark.slow
 def test_one_that_stops_with_the_last_step_of_all_has_harmed_nobody(pools):
     where, options = "on_train_epoch_end", {"max_epochs": 1}
     answers = pools(2).run(ranks.fit, 2, where, (1,), DEGREES["groups"], options)

@@ -89,6 +89,7 @@ def test_a_checkpoint_plugin_writes_and_reads_whole_checkpoints(pools, tmp_path,
             assert answer["word"] == "word", "storage_options"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_plugin_that_fails_on_rank_0_fails_on_all(pools, tmp_path):
     for answer in pools(2).run(ranks.checkpointed, "failing", str(tmp_path), 2):
         assert "could not be written: RuntimeError: the store is full" in answer["error"]

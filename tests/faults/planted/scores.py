@@ -52,7 +52,7 @@ SCORES = (
         "attention/spec/scores.py",
         "tile = tile.masked_fill(~(there_q[:, None] & there_k), 0.0)",
         "tile = tile.clone()",
-        "tests/attention/kernels/test_device_waits.py::test_what_a_device_computes_without_asking_is_the_same[matrix]",
+        "tests/attention/kernels/test_device_waits.py::test_what_a_device_computes_without_asking_is_the_same[function]",
     ),
     fault(
         "blocks of which something is hidden not sent",

@@ -652,10 +652,10 @@ USERS = (
     ),
     fault(
         "thawed layers that a resume leaves out of the optimizer",
-        "trainer/sharded_model.py",
-        "        restore_finetuning(trainer, self._module)\n",
-        "",
-        f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
+        "trainer/optimizers/finetuning.py",
+        "    parameters = {user_name(name): parameter",
+        "    parameters = {name: parameter",
+        "tests/trainer/optimizers/test_finetuning.py::test_groups_of_a_run_without_wrappers_are_found_below_them",
     ),
     fault(
         "a flipped bit of a token file that is trained on",

@@ -258,7 +258,7 @@ def is_alive(process: int) -> bool:
     """A process that nobody has asked for its exit code has ended, and has no namespaces any more."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before the file was opened, or since
         return False
 
 

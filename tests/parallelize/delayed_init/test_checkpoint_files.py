@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from lightning_utilities.core import rank_zero as rank_zero_module
 from torch import nn
 
 from lightning_sp import SequenceParallelError
@@ -18,7 +19,8 @@ from tests.parallelize.delayed_init import reading
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch):
-    """transformers reports what is missing as a warning of its logger, and draws bars."""
+    """transformers reports what is missing as a warning of its logger, and draws bars; what is said is rank 0's."""
+    monkeypatch.setattr(rank_zero_module.rank_zero_only, "rank", 0, raising=False)
     transformers = pytest.importorskip("transformers")
     transformers.logging.disable_progress_bar()
     with warnings.catch_warnings():
@@ -37,7 +39,8 @@ def test_what_is_read_is_what_transformers_reads(name, tmp_path, caplog):
     expected, then = reading.read(name, tmp_path), torch.rand(3)
     torch.manual_seed(4)
     root = nn.Module()
-    with caplog.at_level(logging.INFO), recorded(root, draws=True):
+    # Tests before may have left Lightning's loggers to errors alone.
+    with caplog.at_level(logging.INFO, rank_zero_module.log.name), recorded(root, draws=True):
         root.model = reading.read(name, tmp_path)
     assert torch.equal(torch.rand(3), then)
     whole = [each for each in caplog.messages if "each rank reads the whole of" in each]

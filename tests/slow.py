@@ -9,6 +9,4 @@ import pytest
 
 def slow(*cases: Any) -> list[Any]:
     """Return cases as parameters of slow tests: a tuple is several parameters."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow, id=None) for case in cases
-    ]
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow) for case in cases]

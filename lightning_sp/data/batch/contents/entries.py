@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_sp.batch_structure import entries_of
 from lightning_sp.data.batch.contents.media import is_of_media
+from lightning_sp.data.batch.contents.ragged_rows import refuse_ragged_rows
 from lightning_sp.data.batch.contents.targets import TARGET_NAMES
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
@@ -106,7 +107,7 @@ def sequence_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str
         raise SequenceParallelError(options.unreachable)
     dims = named_dims(entries, options)
     _refuse_several_batches(entries, options.sequence_dims)
-    _refuse_ragged_rows(entries, dims)
+    refuse_ragged_rows(entries, dims, STANDARD_NAMES)
     short = [n for n, d in dims.items() if entries[n].dim() <= d]
     if not dims or short:
         raise SequenceParallelError(
@@ -132,7 +133,9 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
     """Return the dimension of the sequence in each entry of a known or declared name; empty where there is none.
 
     Others come with them where `options.infer_sequences` allows, or no sequence is split: what a trial's crop cuts them by.
-    Raises: SequenceParallelError: the batch does not have a declared one, and one of another name that may be meant.
+
+    Raises:
+        SequenceParallelError: the batch lacks a declared one, and has another that may be meant by it.
     """
     known = {n: t for n, t in entries.items() if n in STANDARD_NAMES and isinstance(t, Tensor)}
     # A mask of queries and keys passes whole: the model hands it to its attention as it is. So do labels and weights of rows, one for each,
@@ -182,8 +185,10 @@ def _shape_of_several_texts(known: Mapping[str, Tensor]) -> torch.Size | None:
 def _targets_of_codebooks(known: Mapping[str, Tensor]) -> list[str]:
     """Return targets of (rows, codebooks, tokens) beside a decoder's inputs of (rows, tokens, codebooks), as Dia has them."""
     codes = known.get(f"{DECODER}input_ids")
-    shape = () if codes is None or codes.dim() != 3 else (codes.shape[0], codes.shape[2], codes.shape[1])
-    return [n for n in OF_TARGETS if shape and n in known and tuple(known[n].shape) == shape]
+    if codes is None or codes.dim() != 3:
+        return []
+    rows, tokens, codebooks = codes.shape
+    return [n for n in OF_TARGETS if n in known and tuple(known[n].shape) == (rows, codebooks, tokens)]
 
 
 def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -> list[str]:
@@ -373,28 +378,3 @@ def _refuse_several_batches(entries: Mapping[str, Any], declared: Mapping[str, i
             "torch.utils.data.ConcatDataset is faster; or say "
             f"sequence_dims={{{', '.join(f'{name!r}: 1' for name in entries if '.' in name)}}}"
         )
-
-
-def _refuse_ragged_rows(entries: Mapping[str, Any], dims: Mapping[str, int]) -> None:
-    """Refuse a list of rows, {"input_ids": [row, row]}: rows of one length each would have to be split alike.
-
-    Beside a tensor of rows a list of another name is left whole: the classes of what is in each picture, a row's spans.
-    """
-    rows, has_rows = dict[str, list[Tensor]](), False
-    for name, value in entries.items():
-        of, _, index = name.rpartition(".")
-        is_in_list = bool(of) and index.isdigit()
-        has_rows |= not is_in_list and isinstance(value, Tensor) and value.dim() > 1
-        if is_in_list and name not in dims and isinstance(value, Tensor) and value.dim() == 1:
-            rows.setdefault(of, []).append(value)
-    refused = [name for name in rows if not has_rows or name.rpartition(".")[2] in STANDARD_NAMES]
-    if not refused:
-        return
-    name, found = refused[0], rows[refused[0]]
-    fill = STANDARD_NAMES.get(name.rpartition(".")[2], (1, 0))[1]
-    raise SequenceParallelError(
-        f"the batch's {name!r} is a list of {len(found)} rows, of {[len(row) for row in found]} tokens: a list of rows is not split; pad them "
-        "to one tensor in the collate function: rows = torch.nn.utils.rnn.pad_sequence([sample[...] for sample in samples], batch_first=True, "
-        f"padding_value={fill}) and attention_mask = pad_sequence([torch.ones(len(sample[...])) for sample in samples], batch_first=True); "
-        "transformers' DataCollatorForLanguageModeling and DataCollatorForSeq2Seq do both"
-    )

@@ -317,6 +317,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         kept = KeptValues(self._module) if self._first_evaluations.keeps(run.__name__) else None
         args = self._handed.of_step(args)
         output = self._steps.evaluate(self._info, lambda: self._counted_step(run, *args, **kwargs))
+        self._compare_new_kinds(output, kept, run, *args)
         if kept is not None:
             kept.replace(partial(self._whole_output, of=f"{run.__name__} keeps"))
         return output

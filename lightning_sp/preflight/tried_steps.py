@@ -19,10 +19,13 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.preflight.batches.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
 from lightning_sp.preflight.carried_steps import CarriedSteps
+from lightning_sp.preflight.evaluation.first_evaluation import FirstOfLoader
 from lightning_sp.preflight.evaluation.judgement import NotComparedError
+from lightning_sp.preflight.evaluation.output_kinds import returned_and_kept
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.step.evaluation import EvaluationProgress
+from lightning_sp.step.results.kept_values import KeptValues
 from lightning_sp.step.users_numbers.counters import Counter, reads_batch_index
 from lightning_sp.step.users_numbers.schedules import Schedules
 from lightning_sp.trainer import loops
@@ -232,24 +235,57 @@ class TriedSteps(CarriedSteps, ABC):
         """
         if not self._first_evaluations.is_due:
             return
-        first, trainer = self._first_evaluations.take(), self._module.trainer
-        hook, indices = self._evaluated.batch_start_hook(trainer)
-        may_retry = self._may_try
-
-        def compare() -> None:
-            with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
-                self._first_evaluations.compare(
-                    first, self._steps, run, name=step.__name__, options=self._options(), may_retry=may_retry,
-                    whole_output=self._whole_output, predicts=trainer.predicting or self._batch_ends.reads_outputs(step.__name__),
-                    **self._trial_options(),
-                )  # fmt: skip
-
+        first = self._first_evaluations.take()
+        hook, indices = self._evaluated.batch_start_hook(self._module.trainer)
+        compare = partial(self._compare_step, first, step, handed, *others, may_retry=self._may_try)
         try:
             self._carried(compare)
         except NotComparedError as error:
             (rank_zero_warn if error.of_numbers else rank_zero_info)(str(error))
         if not self._is_handed:
             self._hand_again(first.batch, handed, hook, indices)
+
+    def _compare_new_kinds(
+        self, output: Any, kept: KeptValues | None, step: Callable[..., Any], handed: Any, *others: Any
+    ) -> None:
+        """Compare an evaluation's batch that has shown outputs of another kind than those compared before. Every rank must call it.
+
+        Args:
+            output: what the step has returned.
+            kept: what it keeps for later, if those values are made whole.
+            step: of Lightning's strategy.
+            handed: the batch as the step has seen it.
+            others: what else the step was given.
+
+        Raises:
+            SequenceParallelError: an output is not one device's. The step has run on parts: the global view comes too late for it.
+        """
+        current, name = self._first_evaluations.current, step.__name__
+        kinds, counts = self._first_evaluations.output_kinds, self._outputs_count(name)
+        if self.sees_whole_sequences or current is None or not (counts or kept) or not kinds.may_have_new(name):
+            return
+        are_new = kinds.are_new(name, returned_and_kept(output if counts else None, kept))
+        if not any(comm.gather_objects(are_new, self._groups.world)) or not kinds.compare_again(name):
+            return
+        try:
+            self._compare_step(current, step, handed, *others, may_retry=False)
+        except NotComparedError as error:
+            (rank_zero_warn if error.of_numbers else rank_zero_info)(str(error))
+
+    def _compare_step(
+        self, batch: FirstOfLoader, step: Callable[..., Any], handed: Any, *others: Any, may_retry: bool
+    ) -> None:
+        trainer, name = self._module.trainer, step.__name__
+        hook, indices = self._evaluated.batch_start_hook(trainer)
+        with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:
+            self._first_evaluations.compare(
+                batch, self._steps, run, name=name, options=self._options(), may_retry=may_retry,
+                whole_output=self._whole_output, predicts=self._outputs_count(name), **self._trial_options(),
+            )  # fmt: skip
+
+    def _outputs_count(self, name: str) -> bool:
+        """Return whether what an evaluation step returns is read by others."""
+        return bool(self._module.trainer.predicting or self._batch_ends.reads_outputs(name))
 
     @abstractmethod
     def _trial_options(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from lightning_sp.preflight.differences.decisions import (
     search_lines,
 )
 from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
+from lightning_sp.preflight.evaluation.output_kinds import returned_and_kept
 from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.moved_weights import moved_weights
@@ -40,7 +41,7 @@ from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
-from lightning_sp.step.results.output_structure import Leaf, leaves_of, shapes_of
+from lightning_sp.step.results.output_structure import Kinds, Leaf, leaves_of, shapes_of
 from lightning_sp.step.runner import StepRunner
 
 # Of whole numbers of an output so many may follow rounding, where one device's own runs, as many, with weights moved by so many roundings,
@@ -88,6 +89,7 @@ class PartRun:
         kept: likewise, of what is kept for later.
         keeps: whether a rank keeps something.
         read: numbers of its part that it compares or reads.
+        kinds: of what its outputs, where they count, and what it keeps are made.
     """
 
     numbers: RankNumbers
@@ -95,6 +97,7 @@ class PartRun:
     kept: str
     keeps: bool
     read: dict[Line, int]
+    kinds: Kinds
 
 
 def find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> None:
@@ -226,6 +229,7 @@ def run_part(
         found.metrics(module, alike, world, mesh.token_group)
         _learn_tokens(runner, f"{name} returns", whole.outputs, output, sharded.info)
         _learn_tokens(runner, f"{name} keeps", whole.kept, before.new(), sharded.info)
+        kinds = returned_and_kept(output if predicts else None, before)
         shown = leaves(whole_output(output, f"{name} returns")) if predicts else []
         keeps = any(comm.gather_objects(bool(before.new()), world))
         kept, why = _whole_values(before, whole_output, f"{name} keeps") if keeps else ([], "")
@@ -238,6 +242,7 @@ def run_part(
         kept=why or kept_otherwise,
         keeps=keeps,
         read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
+        kinds=kinds,
     )
 
 

@@ -38,9 +38,11 @@ from lightning_sp.preflight.evaluation.judgement import (
     judge,
     judge_later_batches,
 )
+from lightning_sp.preflight.evaluation.output_kinds import OutputKinds
 from lightning_sp.preflight.indices.padding import PaddingReadError, check_padding_read
 from lightning_sp.preflight.indices.part_indices import PartIndexError, check_part_indices
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
+from lightning_sp.step.results.output_structure import Kinds
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.step.users_numbers.schedules import MOST_TASKS, structure_of, tasks_of
 
@@ -70,7 +72,7 @@ def compare_evaluation(
     predicts: bool = False,
     may_retry: bool = False,
     is_first: bool = True,
-) -> bool:
+) -> tuple[bool, Kinds]:
     """Compare what an evaluation step shows on a crop of the batch, whole and sharded; it leaves no trace. Every rank must call it.
 
     Args:
@@ -86,7 +88,7 @@ def compare_evaluation(
         may_retry: other numbers are raised, and not only warned of, by which nothing is decided.
         is_first: none of this loader was compared before: it is on crops as later batches may be, too.
 
-    Returns: whether the step keeps values for later, in lists and dicts of the module: those of one device when their tokens are whole.
+    Returns: whether the step keeps values for later, those of one device when their tokens are whole; and the kinds of its outputs.
     Raises:
         NotComparedError: one of them does not run; or shows other numbers, with `may_retry`.
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
@@ -116,7 +118,7 @@ def compare_evaluation(
         of_part = partial(_part_of, runner, run, options, whole_output, name, predicts)
         judge_later_batches(tried, whole, of_part, runner, options)
     _tell_decision(decision, raises=may_retry or predicts)
-    return keeps
+    return keeps, part.kinds
 
 
 def _tell_decision(decision: SequenceParallelError | None, *, raises: bool) -> None:
@@ -208,6 +210,8 @@ class FirstEvaluationBatches:
         self._keeping: set[str] = set()
         self._begun: Counter[tuple[str, int]] = Counter()
         self._kinds: defaultdict[tuple[str, str], set[Any]] = defaultdict(set)
+        self.output_kinds = OutputKinds()
+        self.current: FirstOfLoader | None = None  # the batch in progress
 
     def expect(self, *, sharded: bool) -> None:
         """Begin a run, on parts of sequences or on whole ones."""
@@ -216,6 +220,7 @@ class FirstEvaluationBatches:
         self._keeping = set()
         self._begun = Counter()
         self._kinds.clear()
+        self.output_kinds, self.current = OutputKinds(), None
 
     def keeps(self, name: str) -> bool:
         """Return whether a step keeps tensors for later that are one device's when they are whole; the same on all ranks."""
@@ -246,6 +251,7 @@ class FirstEvaluationBatches:
             begins: whether an evaluation begins with it: what a step shows may begin at a later epoch. Of the first four, the 8th, the 16th
                 and so on it is remembered.
         """
+        self.current = FirstOfLoader(batch, loader) if loader[0] and self._due else None
         if not loader[0]:
             return
         if begins:
@@ -302,7 +308,7 @@ class FirstEvaluationBatches:
         """
         try:
             with nullcontext() if in_float32 is None else in_float32():
-                keeps = compare_evaluation(
+                keeps, kinds = compare_evaluation(
                     first.batch,
                     runner,
                     run,
@@ -322,5 +328,6 @@ class FirstEvaluationBatches:
                 self._keeping.add(name)
             raise
         self._compared.add(first.loader)
+        self.output_kinds.note(name, kinds)
         if keeps:
             self._keeping.add(name)

@@ -21,6 +21,7 @@ from lightning_sp.batch_structure import mapping_like
 from lightning_sp.users_code.ownership import is_object_of_user, key_text
 
 Path = tuple[Any, ...]
+Kinds = frozenset[tuple[Path, str]]
 # Deeper than any output; what refers to itself ends there.
 _DEEPEST = 8
 _KEYS = (str, int, float, bytes, tuple, frozenset, type(None))
@@ -51,6 +52,16 @@ def tensors_of(value: Any) -> list[Leaf]:
 def shapes_of(leaves: Iterable[Leaf]) -> dict[Path, tuple[int, ...]]:
     """Return the shapes of the tensors among leaves, by the way to each."""
     return {each.path: tuple(each.value.shape) for each in leaves if isinstance(each.value, Tensor)}
+
+
+def kinds_of(value: Any) -> Kinds:
+    """Return of what an output is made: the way to each leaf, "*" for any number in it, and the name of the leaf's class."""
+    return frozenset((_any_number(each.path), type(each.value).__name__) for each in leaves_of(value))
+
+
+def _any_number(path: Path) -> Path:
+    keys = (part for key in path for part in (key if isinstance(key, tuple) else (key,)))
+    return tuple("*" if isinstance(key, int) else key for key in keys)
 
 
 def with_tensors(value: Any, change: Callable[[Tensor], Any], path: Path = ()) -> Any:

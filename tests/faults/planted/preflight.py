@@ -247,8 +247,8 @@ PREFLIGHT = (
     fault(
         "an evaluation's hook that changes the batch, not tried",
         "preflight/tried_steps.py",
-        "            with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:\n",
-        "            with self._tried(step, *others) as run:\n",
+        "        with self._tried(self._handed.tried(step, hook, handed, *indices), *others) as run:\n",
+        "        with self._tried(step, *others) as run:\n",
         "tests/preflight/evaluation/test_evaluation.py::test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared",
     ),
     fault(
@@ -1142,6 +1142,14 @@ PREFLIGHT = (
         "    elif function in _TAKES and before.counted:\n",
         "    elif False:\n",
         f"{LATER_TOKENS}[rare tokens]",
+    ),
+    fault(
+        "a later prediction of another structure, never compared",
+        "preflight/tried_steps.py",
+        "        are_new = kinds.are_new(name, returned_and_kept(output if counts else None, kept))\n",
+        "        are_new = False\n",
+        "tests/preflight/evaluation/test_predictions.py::test_what_a_shard_makes_is_refused_on_all_ranks"
+        "[number of tokens, later-output 1 of 2: 1 of its 1 elements differ]",
     ),
     fault(
         "an evaluation's batch of other entries, not tried",

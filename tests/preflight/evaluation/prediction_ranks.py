@@ -32,6 +32,7 @@ class Predicting(Plain):
             "drawn": lambda: torch.multinomial(logits.softmax(-1).flatten(0, 1), 1).view_as(ids),
             "text": lambda: [" ".join(map(str, row.tolist())) for row in logits.argmax(-1)],
             "number of tokens": lambda: {"n": logits.shape[1]},
+            "number of tokens, later": lambda: {"ids": ids, **({"n": ids.shape[1]} if batch_idx else {})},
         }[self.kind]()
 
 

@@ -35,6 +35,7 @@ def test_right_predictions_are_returned_without_a_word(pools: Any, kind: str, wo
         ("positions of its own", "output 0 of 1 (2, 31, 61): differs by"),
         ("text", "output 0 of 2: '"),
         ("number of tokens", "output 0 of 1: 1 of its 1 elements differ"),
+        ("number of tokens, later", "output 1 of 2: 1 of its 1 elements differ"),
     ],
 )
 def test_what_a_shard_makes_is_refused_on_all_ranks(pools: Any, kind: str, words: str):

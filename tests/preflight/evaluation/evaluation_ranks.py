@@ -54,6 +54,7 @@ class Shown(Plain):
         if "masked" in self.kinds:
             batch["shift_labels"] = batch["shift_labels"].clone()
             batch["shift_labels"][:, -3:] = -100
+            batch["scale"] = 1.0
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
         logits, targets = self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten()
@@ -64,7 +65,7 @@ class Shown(Plain):
         if "kept" in self.kinds:
             self.of_rows.append((batch["shift_labels"] < 30).double().mean(1))
         if "masked" in self.kinds:
-            self.log("masked_loss", loss)
+            self.log("masked_loss", batch["scale"] * loss)
         if "right" in self.kinds:
             self.log("val_loss", loss)
             self.log_dict({"synced": hit.mean()}, sync_dist=True)

@@ -81,7 +81,7 @@ def test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared(pools:
     found, _ = pools(2).run(ranks.shown, 2, "validate", ("kept", "masked"), dict(ring_size=2))
     said, kept = found["said"]
     listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
-    # Not the loss of targets that a hook has left out: it has them whole, in the trial too.
+    # Not the loss of targets that a hook has left out: it has them whole, in the trial too, which fails without what the hook adds.
     assert [each.partition(" =")[0] for each in listed] == ["self.of_rows[0] of shape (2,) (attribute)"]
     assert "What a step leaves in an attribute is this rank's own: a later step, or the end of the epoch" in said
     assert "keeps other values in lists or dicts of the module than one device: rank 0: " in kept

@@ -1,9 +1,9 @@
-"""MLPs of transformer blocks in tiles of tokens: of the wide activations between their layers one tile's are alive, forward and backward.
+"""MLPs of transformer blocks, and the norms beside them, in tiles of tokens: of what they save one tile's is alive, forward and backward.
 
     out = cat(mlp(x[tile]) for each tile)          each tile recomputed in its backward
 
 An MLP takes each token by itself, so tiles give what the whole would. Nothing is exchanged, and FSDP2 gathers the weights once for all tiles:
-they are those of the block. The price is the MLP's forward once more.
+they are those of the block. The price is the MLP's forward once more. A norm saves little that is wide, but in float32, and for each token.
 Source: TiledMLP of ALST, arXiv:2506.13996, section 3.1.
 """
 
@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -37,10 +38,10 @@ _ATTENTION = ("attn", "attention", "q_proj", "qkv", "query", "key", "c_attn", "w
 
 
 class TiledMLP:
-    """One MLP's forward in tiles; a class because the first call decides whether it takes each token by itself.
+    """The forward of one MLP, or norm, in tiles; a class because the first call decides whether it takes each token by itself.
 
     Args:
-        module: the MLP.
+        module: the MLP or norm.
         forward: its own.
         tile_tokens: tokens of a tile, of all rows together; "auto" for as many as the MLP's input has features.
     """
@@ -110,33 +111,43 @@ class TiledMLP:
 
 
 def tile_mlps(blocks: Iterable[nn.Module], tile_tokens: int | Literal["auto"]) -> int:
-    """Let the MLPs of blocks run in tiles of tokens; return how many there are. The module tree and every name stay as they were.
+    """Let the MLPs and norms of blocks run in tiles of tokens; return how many MLPs there are. The module tree and every name stay as they were.
 
     Args:
         blocks: transformer blocks.
         tile_tokens: tokens of a tile; "auto" for as many as the MLP's input has features.
     """
-    found = [mlp for block in blocks for mlp in _mlps(without_compilation(block))]
-    for mlp in found:
-        mlp.forward = TiledMLP(mlp, mlp.forward, tile_tokens)
-    return len(found)
+    number = 0
+    for block in blocks:
+        mlps, norms = _mlps_and_norms(block)
+        for each in (*mlps, *norms):
+            each.forward = TiledMLP(each, each.forward, tile_tokens)
+        number += len(mlps)
+    return number
 
 
 class MlpTiles:
-    """The MLPs of blocks, whose tiles are switched on and off between steps. Off, nothing of a model is touched.
+    """The MLPs and norms of blocks, whose tiles are switched on and off between steps. Off, nothing of a model is touched.
 
     Args:
         blocks: transformer blocks.
     """
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        self._of_block = [
-            [TiledMLP(mlp, mlp.forward, "auto") for mlp in _mlps(without_compilation(block))] for block in blocks
-        ]
-        self._before = {each: vars(each.module).get("forward") for of_block in self._of_block for each in of_block}
+        found = [_mlps_and_norms(block) for block in blocks]
+        self._mlps, self._norms = (
+            (
+                [[TiledMLP(each, each.forward, "auto") for each in kind] for kind in kinds]
+                for kinds in zip(*found, strict=True)
+            )
+            if found
+            else ([], [])
+        )
+        tiled = chain.from_iterable((*self._mlps, *self._norms))
+        self._before = {each: vars(each.module).get("forward") for each in tiled}
 
     def use(self, on: bool) -> None:
-        """Let the MLPs run in tiles from the next forward on, or whole."""
+        """Let them run in tiles from the next forward on, or whole."""
         for each, before in self._before.items():
             if on:
                 each.module.forward = each
@@ -147,18 +158,18 @@ class MlpTiles:
         """Return of each block whether it has MLPs, none with hooks, and no trial has shown that one looks at other tokens."""
         return [
             bool(of_block) and not any(each.runs_whole or _has_hooks(each.module) for each in of_block)
-            for of_block in self._of_block
+            for of_block in self._mlps
         ]
 
     def widths(self) -> list[tuple[int, int]]:
         """Return of each block the wider sides of the matrices of its MLPs, in elements, and the tokens of a tile."""
-        return [_widths(of_block) for of_block in self._of_block]
+        return [_widths(of_block) for of_block in self._mlps]
 
     @contextmanager
     def noted(self, number: int, run: Callable[[TiledMLP, Tensor], Any]) -> Iterator[None]:
-        """Let a function run the MLPs of a block in their place, where they could run in tiles."""
+        """Let a function run the MLPs and norms of a block in their place, where they could run in tiles."""
         with ExitStack() as stack:
-            for each in self._of_block[number]:
+            for each in (*self._mlps[number], *self._norms[number]):
                 stack.callback(_put_back, each.module, vars(each.module).get("forward"))
                 each.module.forward = partial(_noted, each, run)
             yield
@@ -179,8 +190,13 @@ def _widths(of_block: Sequence[TiledMLP]) -> tuple[int, int]:
     linear: list[Any] = [part for each in of_block for part in each.module.modules() if _is_linear(part)]
     if not linear:
         return 0, 0
-    features = linear[0].in_features if hasattr(linear[0], "in_features") else linear[0].nx
-    return sum(max(gathered_shape(each.weight)[-2:]) for each in linear), features
+    return sum(max(gathered_shape(each.weight)[-2:]) for each in linear), _features(of_block[0].module)
+
+
+def _features(mlp: nn.Module) -> int:
+    """Return the features of an MLP's input."""
+    first: Any = next(each for each in mlp.modules() if _is_linear(each))
+    return int(first.in_features if hasattr(first, "in_features") else first.nx)
 
 
 @contextmanager
@@ -194,6 +210,22 @@ def without_tiles(module: nn.Module) -> Iterator[None]:
     finally:
         for each, forward in tiled.items():
             each.forward = forward
+
+
+def _mlps_and_norms(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return a block's MLPs, and its norms of as many features as these take: not those of single heads, whose tokens are elsewhere."""
+    block = without_compilation(block)
+    mlps = list(_mlps(block))
+    inside, features = {part for mlp in mlps for part in mlp.modules()}, {_features(mlp) for mlp in mlps}
+    norms = [each for each in block.modules() if each not in inside and _looks_like_norm(each, features)]
+    return mlps, norms
+
+
+def _looks_like_norm(module: nn.Module, features: set[int]) -> bool:
+    sizes = {tuple(gathered_shape(each)) for each in module.parameters()}
+    of_features = len(sizes) == 1 and sizes <= {(each,) for each in features}
+    is_leaf = not any(True for _ in (*module.children(), *module.buffers()))
+    return of_features and is_leaf and "norm" in type(module).__name__.lower() and _takes_one_input(module)
 
 
 def _mlps(block: nn.Module) -> Iterator[nn.Module]:

@@ -574,6 +574,13 @@ USERS = (
         "tests/checkpoint/folders/test_replace.py::test_a_stop_between_two_renames_is_mended[older renamed]",
     ),
     fault(
+        "norms beside MLPs in tiles, whole",
+        "parallelize/tiled_mlp.py",
+        "        for each in (*mlps, *norms):\n",
+        "        for each in mlps:\n",
+        "tests/parallelize/test_tiled_mlp.py::test_a_norm_beside_an_mlp_saves_its_input_alone_and_one_of_single_heads_is_left_alone",
+    ),
+    fault(
         "an MLP over other tokens in tiles",
         "parallelize/tiled_mlp.py",
         "        if not self._is_per_token:\n",

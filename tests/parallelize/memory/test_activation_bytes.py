@@ -124,8 +124,9 @@ def test_what_is_wide_in_the_mlp_of_a_block_and_in_a_tile_of_it_is_known(tokens,
     del held
     # gate, its silu, up and their product, of 1,024 features each, and in half the input's casts for gate and up. A tile has 64 tokens.
     wide = (4 * 1024 + 2 * 64) * 2 if in_half else 4 * 1024 * 4
+    norms = 2 * (64 + 1) * 4  # of each the normalized features, and their scale
     for block in step.blocks:
-        assert (block.wide, block.tile) == (wide * tokens, wide * 64)
+        assert (block.wide, block.tile) == ((wide + norms) * tokens, wide * 64)
         assert block.kept > block.wide
     assert not any("forward" in vars(layer.feed_forward) for layer in model.layers)
 

@@ -23,7 +23,7 @@ def test_the_message_names_kinds_and_remedies(pools):
         assert "can't allocate memory" in first
         assert said.startswith("out of memory after 1 steps, at 32 tokens of this rank. Parameters ")
         assert re.search(
-            r"optimizer [1-9][\d.]* KiB, .*sequence_parallel_size=4 for 2, or half as many tokens \([1-9][\d.]* KiB less\)$",
+            r"optimizer [1-9][\d.]* KiB, .*with mlp_tile_tokens='auto' \([1-9][\d.]* KiB less\); .* \([1-9][\d.]* KiB less\)$",
             said,
         )
 

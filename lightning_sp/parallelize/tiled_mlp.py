@@ -162,8 +162,8 @@ class MlpTiles:
         ]
 
     def widths(self) -> list[tuple[int, int]]:
-        """Return of each block the wider sides of the matrices of its MLPs, in elements, and the tokens of a tile."""
-        return [_widths(of_block) for of_block in self._mlps]
+        """Return of each block what a token leaves at least in its MLPs and norms, in elements, and the tokens of a tile."""
+        return [_widths(mlps, norms) for mlps, norms in zip(self._mlps, self._norms, strict=True)]
 
     @contextmanager
     def noted(self, number: int, run: Callable[[TiledMLP, Tensor], Any]) -> Iterator[None]:
@@ -186,11 +186,14 @@ def _noted(tiled: TiledMLP, run: Callable[[TiledMLP, Tensor], Any], *args: Any, 
     return run(tiled, *args, *kwargs.values()) if tiled.may_tile(*args, **kwargs) else tiled.forward(*args, **kwargs)
 
 
-def _widths(of_block: Sequence[TiledMLP]) -> tuple[int, int]:
-    linear: list[Any] = [part for each in of_block for part in each.module.modules() if _is_linear(part)]
+def _widths(mlps: Sequence[TiledMLP], norms: Sequence[TiledMLP]) -> tuple[int, int]:
+    linear: list[Any] = [part for each in mlps for part in each.module.modules() if _is_linear(part)]
     if not linear:
         return 0, 0
-    return sum(max(gathered_shape(each.weight)[-2:]) for each in linear), _features(of_block[0].module)
+    features = _features(mlps[0].module)
+    # torch's own RMS norm may be fused.
+    written_out = [each for each in norms if type(each.module).forward is not nn.RMSNorm.forward]
+    return sum(max(gathered_shape(each.weight)[-2:]) for each in linear) + len(written_out) * features, features
 
 
 def _features(mlp: nn.Module) -> int:
@@ -225,7 +228,10 @@ def _looks_like_norm(module: nn.Module, features: set[int]) -> bool:
     sizes = {tuple(gathered_shape(each)) for each in module.parameters()}
     of_features = len(sizes) == 1 and sizes <= {(each,) for each in features}
     is_leaf = not any(True for _ in (*module.children(), *module.buffers()))
-    return of_features and is_leaf and "norm" in type(module).__name__.lower() and _takes_one_input(module)
+    named = "norm" in type(module).__name__.lower() and not isinstance(module, nn.modules.batchnorm._NormBase)
+    # torch's own layer norm saves its input, in its dtype, and two numbers a token: nothing to gain.
+    is_fused = type(module).forward is nn.LayerNorm.forward
+    return of_features and is_leaf and named and not is_fused and _takes_one_input(module)
 
 
 def _mlps(block: nn.Module) -> Iterator[nn.Module]:

@@ -111,8 +111,9 @@ def test_what_is_estimated_of_a_block_is_a_little_more_than_is_measured(pools, p
     fitted = dict(world=2, lengths=[256], strategy=dict(**LAYOUT, preflight=False), precision=precision)
     for rank in pools(2).run(partial(ranks.budgeted, build=ranks.USUAL, **fitted)):
         assert all(1.0 <= ratio <= 1.5 for ratio in rank["estimated"]), rank["estimated"]
-        # So it is without what is wide in MLPs, which is taken off.
-        assert all(1.0 <= ratio <= 2.5 for ratio in rank["estimated_tiled"]), rank["estimated_tiled"]
+        # So it is without what MLPs and norms leave, which is taken off. What norms have in float32 in half precision shapes do not tell.
+        most = 4.0 if precision == "bf16-true" else 2.5
+        assert all(1.0 <= ratio <= most for ratio in rank["estimated_tiled"]), rank["estimated_tiled"]
 
 
 def test_what_a_crop_leaves_is_what_a_step_leaves_for_each_token(answers):

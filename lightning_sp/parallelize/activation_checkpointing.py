@@ -44,6 +44,7 @@ from lightning_sp.parallelize.activation_offload import ActivationOffload
 from lightning_sp.parallelize.compilation import without_compilation
 from lightning_sp.parallelize.memory.activation_bytes import ActivationBytes
 from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, OF_COMPILED, TILED, as_options, of_each_block
+from lightning_sp.parallelize.memory.model_bytes import vocabulary_of
 from lightning_sp.parallelize.recomputation.same_dtype import in_the_same_dtype
 from lightning_sp.parallelize.recomputation.state_of_blocks import BlockState, once
 from lightning_sp.parallelize.tiled_mlp import MlpTiles
@@ -232,7 +233,8 @@ def measured_step(module: nn.Module, tokens: int) -> Iterator[None]:
     if not is_measured(module):
         yield
         return
-    with block_checkpoints(module).activations.measured(module, tokens):
+    checkpoints = block_checkpoints(module)
+    with checkpoints.activations.measured(module, tokens, vocabulary_of(module, checkpoints.blocks)):
         yield
 
 

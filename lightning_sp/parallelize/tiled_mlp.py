@@ -110,19 +110,19 @@ class TiledMLP:
         return False
 
 
-def tile_mlps(blocks: Iterable[nn.Module], tile_tokens: int | Literal["auto"]) -> int:
+def tile_mlps(blocks: Sequence[nn.Module], tile_tokens: int | Literal["auto"], root: nn.Module | None = None) -> int:
     """Let the MLPs and norms of blocks run in tiles of tokens; return how many MLPs there are. The module tree and every name stay as they were.
 
     Args:
         blocks: transformer blocks.
         tile_tokens: tokens of a tile; "auto" for as many as the MLP's input has features.
+        root: of the model, whose norms outside of blocks run in tiles, too.
     """
-    number = 0
-    for block in blocks:
-        mlps, norms = _mlps_and_norms(block)
+    found = [_mlps_and_norms(block) for block in blocks]
+    number = sum(len(mlps) for mlps, _ in found)
+    for mlps, norms in [*found, ([], _norms_outside(root, blocks, found))]:
         for each in (*mlps, *norms):
             each.forward = TiledMLP(each, each.forward, tile_tokens)
-        number += len(mlps)
     return number
 
 
@@ -131,10 +131,12 @@ class MlpTiles:
 
     Args:
         blocks: transformer blocks.
+        root: of the model, whose norms outside of blocks run in tiles, too.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], root: nn.Module | None = None) -> None:
         found = [_mlps_and_norms(block) for block in blocks]
+        self._outside = [TiledMLP(each, each.forward, "auto") for each in _norms_outside(root, blocks, found)]
         self._mlps, self._norms = (
             (
                 [[TiledMLP(each, each.forward, "auto") for each in kind] for kind in kinds]
@@ -143,7 +145,7 @@ class MlpTiles:
             if found
             else ([], [])
         )
-        tiled = chain.from_iterable((*self._mlps, *self._norms))
+        tiled = chain(*self._mlps, *self._norms, self._outside)
         self._before = {each: vars(each.module).get("forward") for each in tiled}
 
     def use(self, on: bool) -> None:
@@ -166,10 +168,10 @@ class MlpTiles:
         return [_widths(mlps, norms) for mlps, norms in zip(self._mlps, self._norms, strict=True)]
 
     @contextmanager
-    def noted(self, number: int, run: Callable[[TiledMLP, Tensor], Any]) -> Iterator[None]:
-        """Let a function run the MLPs and norms of a block in their place, where they could run in tiles."""
+    def noted(self, number: int | None, run: Callable[[TiledMLP, Tensor], Any]) -> Iterator[None]:
+        """Let a function run the MLPs and norms of a block, or those outside of blocks, in their place, where they could run in tiles."""
         with ExitStack() as stack:
-            for each in (*self._mlps[number], *self._norms[number]):
+            for each in self._outside if number is None else (*self._mlps[number], *self._norms[number]):
                 stack.callback(_put_back, each.module, vars(each.module).get("forward"))
                 each.module.forward = partial(_noted, each, run)
             yield
@@ -224,6 +226,16 @@ def _mlps_and_norms(block: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]
     return mlps, norms
 
 
+def _norms_outside(
+    root: nn.Module | None, blocks: Sequence[nn.Module], found: Iterable[tuple[list[nn.Module], list[nn.Module]]]
+) -> list[nn.Module]:
+    """Return the norms outside of blocks that have the features of a block's: the last one of a language model, say."""
+    inside = {part for block in blocks for part in without_compilation(block).modules()}
+    features = {_features(mlp) for mlps, _ in found for mlp in mlps}
+    others = () if root is None else root.modules()
+    return [each for each in others if each not in inside and _looks_like_norm(each, features)]
+
+
 def _looks_like_norm(module: nn.Module, features: set[int]) -> bool:
     sizes = {tuple(gathered_shape(each)) for each in module.parameters()}
     of_features = len(sizes) == 1 and sizes <= {(each,) for each in features}
@@ -268,5 +280,9 @@ def _takes_one_input(module: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a part of an MLP has a hook, which would see tiles."""
-    return any(each._forward_hooks or each._forward_pre_hooks or each._backward_hooks for each in module.modules())
+    """Return whether a part of an MLP has a hook, which would see tiles. Those of the MLP itself see all tokens."""
+    return any(
+        each._forward_hooks or each._forward_pre_hooks or each._backward_hooks
+        for each in module.modules()
+        if each is not module
+    )

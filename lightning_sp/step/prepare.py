@@ -148,7 +148,7 @@ def lay_out_model(
         split_model(module, config.tensor_parallel_plan, axis, mesh.tensor_group)
     blocks = transformer_blocks(module)
     convert_to_float8(blocks, config.fp8)
-    _tile(blocks, config.fixed_tile_tokens)
+    _tile(module, blocks, config.fixed_tile_tokens)
     _checkpoint_and_compile(module, blocks, config, device)
     shard_model(module, blocks, fsdp_axes(parameter_mesh), with_gathers(module, config))
     if axis is not None:
@@ -172,7 +172,7 @@ def _checkpoint_and_compile(
     """Let blocks recompute themselves, and compile them: in the global view within that, for a graph recomputes itself."""
     measures = not (config.compile or any(True for _ in compiled_modules(module)))
     # What a compiler makes of a block holds what its Python was: nothing of it is switched later.
-    tiles = MlpTiles(blocks) if measures and config.mlp_tile_tokens == "as_needed" else None
+    tiles = MlpTiles(blocks, module) if measures and config.mlp_tile_tokens == "as_needed" else None
     waits = config.activation_offload == "auto"
     offload = offload_activations(module, config, device, blocks) if measures or not waits else None
     sees_whole = config.global_view is True
@@ -204,10 +204,10 @@ def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:
     return replace(config, gather_dtype="float32")
 
 
-def _tile(blocks: list[nn.Module], tile_tokens: int | Literal["auto"] | None) -> None:
+def _tile(module: nn.Module, blocks: list[nn.Module], tile_tokens: int | Literal["auto"] | None) -> None:
     if tile_tokens is None:
         return
-    num_mlps = tile_mlps(blocks, tile_tokens)
+    num_mlps = tile_mlps(blocks, tile_tokens, module)
     rank_zero_info(
         f"sequence_parallel: {num_mlps} MLPs of {len(blocks)} blocks run in tiles of tokens"
         + ("" if num_mlps >= len(blocks) else "; one with dropout, or written out in its block, runs whole")

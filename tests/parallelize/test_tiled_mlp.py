@@ -129,15 +129,16 @@ def test_a_norm_beside_an_mlp_saves_its_input_alone_and_one_of_single_heads_is_l
     assert MlpTiles([other]).widths() == [(2 * 24 + 8, 8)]
 
 
-def test_a_norm_in_tiles_gives_what_the_whole_gives():
+def test_norms_of_a_block_and_behind_it_give_in_tiles_what_the_whole_gives():
     torch.manual_seed(0)
     block, x = Block(MLP()), torch.randn(3, 23, 8, dtype=torch.float64)
     block.norm = nn.RMSNorm(8)
-    expected = gradients(block.double(), x)
-    tile_mlps([block], 6)
-    actual = gradients(block, x)
-    assert isinstance(block.norm.forward, TiledMLP)
-    assert_sharded_equals_unsharded(actual, expected, ["out", "x", *dict(block.named_parameters())])
+    model = nn.Sequential(block, nn.RMSNorm(8), nn.Linear(8, 4), nn.RMSNorm(4)).double()
+    expected = gradients(model, x)
+    assert tile_mlps([block], 6, model) == 1
+    actual = gradients(model, x)
+    assert [isinstance(each.forward, TiledMLP) for each in (block.norm, *model[1:])] == [True, True, False, False]
+    assert_sharded_equals_unsharded(actual, expected, ["out", "x", *dict(model.named_parameters())])
 
 
 @pytest.mark.parametrize(

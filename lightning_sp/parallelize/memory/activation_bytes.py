@@ -24,6 +24,7 @@ from lightning_sp.parallelize.memory.weight_casts import WeightCasts, storage_ke
 from lightning_sp.parallelize.tiled_mlp import MlpTiles, TiledMLP
 
 # A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
+# A loss in chunks saves none.
 _MORE_COPIES_OF_LOGITS = 2
 
 
@@ -46,26 +47,41 @@ class ActivationBytes:
         self._num_running = 0
 
     @contextmanager
-    def measured(self, root: nn.Module, tokens: int) -> Iterator[None]:
-        """Measure the forward of a step of a model, of some tokens of this rank."""
+    def measured(self, root: nn.Module, tokens: int, vocabulary: int = 0) -> Iterator[None]:
+        """Measure the forward of a step.
+
+        Args:
+            root: the model.
+            tokens: of this rank.
+            vocabulary: of the logits; 0 where that is not known.
+        """
         self._blocks = [None] * len(self._blocks)
         outside: dict[int, torch.UntypedStorage] = {}
+        logits: set[int] = set()
+        norms = _InTiles(outside)
+        noted = nullcontext() if self._tiles is None else self._tiles.noted(None, norms.run)
         # The gradient of a head's weight, which a loss without logits makes in the forward, is no activation.
         of_parameters = {gathered_shape(each) for each in root.parameters() if each.dim() > 1}
         self._casts = casts = WeightCasts(root)
         try:
-            with casts, _saved_into(outside, of_parameters):
+            with casts, noted, _saved_into(outside, of_parameters, vocabulary, logits):
                 yield
         finally:
             self._casts = None
         # Parameters that FSDP has freed by now have no bytes; the root's are still there.
         parameters = {storage_key(each) for each in root.parameters() if isinstance(each, nn.Parameter)}
-        sizes = [s.nbytes() for key, s in outside.items() if key not in parameters and not casts.is_cast(key)]
+        others = {key for key in outside if key in parameters or casts.is_cast(key)}
+        of_logits = [
+            s.nbytes() for key, s in outside.items() if key not in others and (key in logits or not vocabulary)
+        ]
         if tokens and any(self._blocks) and (self.step is None or tokens > self.step.tokens):
-            whole = sum(sizes) + _MORE_COPIES_OF_LOGITS * max(sizes, default=0)
+            whole = _total(outside, others) + _MORE_COPIES_OF_LOGITS * max(of_logits, default=0)
+            wide, _ = norms.num_bytes(others)
             held = casts.held_bytes()
             blocks = tuple(each and replace(each, casts=held.get(n, 0)) for n, each in enumerate(self._blocks))
-            self.step = StepBytes(tokens=tokens, blocks=blocks, outside=whole, outside_casts=held.get(-1, 0))
+            self.step = StepBytes(
+                tokens=tokens, blocks=blocks, outside=whole, outside_casts=held.get(-1, 0), outside_wide=wide
+            )
 
     def of_block(self, number: int, block: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward and note what it leaves. A block that runs in another one counts there."""
@@ -75,7 +91,7 @@ class ActivationBytes:
         hidden = next((each for each in given if each.is_floating_point()), None)
         saved: dict[int, torch.UntypedStorage] = {}
         within = nullcontext() if (casts := self._casts) is None else casts.within(number, block)
-        mlps = _OfMlps(saved)
+        mlps = _InTiles(saved)
         noted = nullcontext() if self._tiles is None else self._tiles.noted(number, mlps.run)
         self._num_running += 1
         try:
@@ -99,11 +115,11 @@ class ActivationBytes:
         return output
 
 
-class _OfMlps:
-    """Notes what MLPs save beside their input while a block runs; a class because a block may have several.
+class _InTiles:
+    """Notes what MLPs and norms that could run in tiles save beside their input; a class because a block has several.
 
     Args:
-        saved: by the block, to which what they save belongs, too.
+        saved: by the block, or outside of blocks, to which what they save belongs, too.
     """
 
     def __init__(self, saved: dict[int, torch.UntypedStorage]) -> None:
@@ -143,13 +159,27 @@ class _AttentionOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _saved_into(storages: dict[int, torch.UntypedStorage], but: Collection[tuple[int, ...]] = ()) -> Iterator[None]:
-    """Note the memory of what autograd saves, but for tensors of some shapes."""
+def _saved_into(
+    storages: dict[int, torch.UntypedStorage],
+    but: Collection[tuple[int, ...]] = (),
+    size: int = 0,
+    of_size: set[int] | None = None,
+) -> Iterator[None]:
+    """Note the memory of what autograd saves.
+
+    Args:
+        storages: where.
+        but: shapes of tensors that are left out.
+        size: of a dimension.
+        of_size: where the tensors that have it are noted.
+    """
 
     def note(tensor: Tensor) -> Tensor:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or tuple(tensor.shape) in but:
             return tensor  # a parameter, what a library made of one, or no memory of its own
         storages[storage_key(tensor)] = tensor.untyped_storage()
+        if of_size is not None and size in tensor.shape:
+            of_size.add(storage_key(tensor))
         return tensor.detach()  # an output that holds itself would never go
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):

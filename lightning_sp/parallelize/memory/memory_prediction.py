@@ -13,7 +13,8 @@ saved goes. Of six kinds of blocks that were looked at the most was 0.37 (docs/l
 Two policies go on behind "full". With MLPs in tiles a block that is computed again has one tile of what is wide in its place, a fixed number of
 bytes. With inputs that leave, blocks keep as many inputs as the horizon has:
 
-    full_tiled        a block as it is computed again - what is wide between the layers of its MLPs + that of one tile; its gradients likewise
+    full_tiled        a block as it is computed again - what is wide in its MLPs and norms + that of one tile + what tiles give, put together;
+                      its gradients likewise
     full_offloaded    so, too; and of the inputs of blocks the largest `horizon` ones
 
 With `optimizer_in_backward` the first moment has no gradients, and the last one those of the largest unit of FSDP alone.
@@ -74,7 +75,9 @@ class BlockBytes:
 
     def computed(self, policy: str) -> int:
         """Return what it has when it has been computed again under a policy, but for a tile."""
-        return self.kept - self.wide if policy in TILED else self.kept
+        if policy not in TILED or not self.wide:
+            return self.kept
+        return self.kept - self.wide + self.inputs  # what tiles give is there twice while it is put together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,7 @@ class StepBytes:
         tokens: of the step, on this rank.
         blocks: of each block; empty for one that did not run.
         outside: of what is outside of blocks, with the copies that a loss makes.
+        outside_wide: of it what tiles of norms there do not keep.
         outside_casts: of the weights there, and those that autocast keeps whatever blocks do; not in `outside`.
         horizon: inputs of blocks that are in memory at once where they leave; 0 where they cannot.
     """
@@ -94,6 +98,11 @@ class StepBytes:
     outside: int
     outside_casts: int = 0
     horizon: int = 0
+    outside_wide: int = 0
+
+    def outside_under(self, policy: str) -> int:
+        """Return what is outside of blocks under a policy."""
+        return self.outside - self.outside_wide if policy in TILED else self.outside
 
     def offering(self, *, tiles: Sequence[bool], horizon: int) -> StepBytes:
         """Return the step where tiles and offload are at hand as they are said to be.
@@ -105,7 +114,7 @@ class StepBytes:
         blocks = tuple(
             b if b is None or tiled else replace(b, wide=0, tile=0) for b, tiled in zip(self.blocks, tiles, strict=True)
         )
-        return replace(self, blocks=blocks, horizon=horizon)
+        return replace(self, blocks=blocks, horizon=horizon, outside_wide=self.outside_wide if any(tiles) else 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +196,7 @@ def bytes_per_token(policy: str, step: StepBytes) -> int:
     pairs = _run_blocks(policy, step)
     again = max((block.computed(policy) - block.under(how) for block, how in pairs), default=0)
     gradients = _GRADIENTS * max((block.computed(policy) for block, _ in pairs), default=0)
-    return math.ceil((_kept_bytes(policy, step) + again + gradients + step.outside) / step.tokens)
+    return math.ceil((_kept_bytes(policy, step) + again + gradients + step.outside_under(policy)) / step.tokens)
 
 
 def tile_bytes(policy: str, step: StepBytes) -> int:
@@ -219,7 +228,7 @@ def moments(policy: str, step: StepBytes, model: ModelBytes) -> tuple[Moment, Mo
     """Return what a rank holds under a policy at the forward's end, and at the backward's begin and end."""
     stays = model.base + model.optimizer + model.gathered
     pairs = _run_blocks(policy, step)
-    kept = _kept_bytes(policy, step) + step.outside
+    kept = _kept_bytes(policy, step) + step.outside_under(policy)
     one = max((block.computed(policy) for block, _ in pairs), default=0) * (1 + _GRADIENTS)
     tile = tile_bytes(policy, step)
     one_of_casts = 2 * max(max((block.casts for block, _ in pairs), default=0), step.outside_casts)

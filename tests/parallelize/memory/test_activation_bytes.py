@@ -105,7 +105,7 @@ def wide_llama(num_layers: int) -> tuple[Llama, BlockCheckpoints]:
     size = dict(vocab_size=97, dim=64, num_heads=4, num_kv_heads=4, hidden_dim=1024)
     model = Llama(LlamaConfig(num_layers=num_layers, **size))
     blocks = list(model.layers)
-    return model, checkpoint_blocks(model, blocks, "auto", tiles=MlpTiles(blocks))
+    return model, checkpoint_blocks(model, blocks, "auto", tiles=MlpTiles(blocks, model))
 
 
 def run(model: Llama, tokens: int) -> Tensor:
@@ -128,7 +128,23 @@ def test_what_is_wide_in_the_mlp_of_a_block_and_in_a_tile_of_it_is_known(tokens,
     for block in step.blocks:
         assert (block.wide, block.tile) == ((wide + norms) * tokens, wide * 64)
         assert block.kept > block.wide
+    assert step.outside_wide == norms / 2 * tokens  # of the last one
     assert not any("forward" in vars(layer.feed_forward) for layer in model.layers)
+
+
+def test_a_loss_of_logits_has_them_three_times_and_one_without_has_no_more_than_it_saves():
+    found = []
+    for has_loss in (False, True):
+        model, checkpoints = wide_llama(1)
+        with measured_step(model, 48):
+            logits = run(model, 48)[0]
+            held = F.cross_entropy(logits, torch.zeros(48, dtype=torch.long)) if has_loss else logits.sum()
+        found.append(checkpoints.activations.step)
+        del held, logits
+    without, of_loss = found
+    # The last norm's input, what it makes of it, its scale and its output; embedding's and loss' indices.
+    assert without.outside == 48 * (3 * 64 + 1) * 4 + 48 * 8
+    assert of_loss.outside - without.outside == 48 * 3 * 97 * 4 + 48 * 8 + 4
 
 
 @pytest.mark.parametrize("policy", ["none", "full", "full_tiled"])

@@ -97,7 +97,7 @@ def test_gradients_of_casts_are_those_of_a_block_or_of_what_is_outside():
     assert cast_bytes("every_2", step) == 20 + 30 + 0 + 30  # the last one alone is computed again
 
 
-TILES = BlockBytes(kept=1000, attention=150, inputs=50, wide=600, tile=90)
+TILES = BlockBytes(kept=1000, attention=150, inputs=50, wide=650, tile=90)
 AT_HAND = StepBytes(tokens=10, blocks=(TILES,) * 8, outside=200).offering(tiles=[True] * 8, horizon=3)
 NOTHING = ModelBytes(base=0, gradients=0, optimizer=0, gathered=0)
 
@@ -105,7 +105,8 @@ NOTHING = ModelBytes(base=0, gradients=0, optimizer=0, gathered=0)
 def test_in_tiles_a_block_that_is_computed_again_has_one_tile_of_what_is_wide():
     for policy in CANDIDATES[:5]:
         assert moments(policy, AT_HAND, NOTHING) == moments(policy, STEP, NOTHING)
-    # Of 10 tokens: inputs, a block but for what is wide, its gradients, the rest. A tile and its gradients come with any length.
+    # Of 10 tokens: inputs, a block but for what is wide and with what tiles give twice, its gradients, the rest.
+    # A tile and its gradients come with any length.
     assert bytes_per_token("full_tiled", AT_HAND) == (8 * 50 + 350 + 200 + 200) / 10
     assert tile_bytes("full_tiled", AT_HAND) == 135
     assert tile_bytes("full", AT_HAND) == 0
@@ -118,8 +119,12 @@ def test_where_inputs_leave_a_horizon_of_the_largest_is_in_memory():
     assert bytes_per_token("full_offloaded", AT_HAND) == (3 * 50 + 350 + 200 + 200) / 10
     blocks = (replace(TILES, inputs=70), TILES, None, replace(TILES, inputs=60))
     uneven = replace(AT_HAND, blocks=blocks, horizon=2)
-    assert bytes_per_token("full_offloaded", uneven) == (70 + 60 + 350 + 200 + 200) / 10
+    assert bytes_per_token("full_offloaded", uneven) == (70 + 60 + 350 + 210 + 200) / 10
     assert moments("full_offloaded", AT_HAND, NOTHING)[0].per_token == (3 * 50 + 200) / 10
+    # Norms outside of blocks run in tiles with them.
+    outside = replace(AT_HAND, outside_wide=80)
+    assert bytes_per_token("full_tiled", outside) == bytes_per_token("full_tiled", AT_HAND) - 8
+    assert moments("full", outside, NOTHING) == moments("full", AT_HAND, NOTHING)
     # Fewer blocks than that keep what they keep.
     few = replace(AT_HAND, horizon=9)
     assert bytes_per_token("full_offloaded", few) == bytes_per_token("full_tiled", few)

@@ -54,12 +54,13 @@ def test_what_remedies_save(on_gpu):
 
 
 def test_tiles_are_a_remedy_and_where_they_run_inputs_that_leave():
-    block = BlockBytes(kept=1000, attention=200, inputs=50, wide=600, tile=40)
+    block = BlockBytes(kept=1000, attention=200, inputs=50, wide=650, tile=40)
     step = StepBytes(tokens=10, blocks=(block,) * 4, outside=0)
     held = Held(parameters=0, gradients=0, optimizer=0, gathered=0)
     config = StrategyConfig()
     given = dict(ranks=2, world=2, shard_size=2, on_gpu=True)
-    # By hand, a token: none 4 x 100 + 50, full 4 x 5 + 95 + 50, in tiles 4 x 5 + 35 + 20, and one and a half tiles whatever the tokens.
+    # By hand, a token: none 4 x 100 + 50, full 4 x 5 + 95 + 50, in tiles 4 x 5 + 35 + 20 with what
+    # they give twice, and one and a half tiles whatever the tokens.
     found = dict(remedies(held, step, 20, "none", config, **given))
     assert found["activation_checkpointing='full'"] == 285 * 20
     assert found["activation_checkpointing='full' with mlp_tile_tokens='auto'"] == 375 * 20 - 60

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 from lightning_sp.errors import SequenceParallelError
 
@@ -32,6 +34,19 @@ def shard_of(parameter: nn.Parameter) -> Tensor:
     """Return this rank's part of a weight, in its memory."""
     whole = parameter.detach()
     return whole.to_local() if isinstance(whole, DTensor) else whole
+
+
+@contextmanager
+def parametrizations_unwritten() -> Iterator[None]:
+    """Let parametrizations that a forward registers (PEFT's of experts) leave their parameters unwritten: torch sets each to itself."""
+    original = parametrize._maybe_set
+
+    def maybe_set(dest: Tensor, src: Tensor) -> None:
+        if dest is not src:
+            original(dest, src)
+
+    with patch.object(parametrize, "_maybe_set", maybe_set):
+        yield
 
 
 def refuse_writes(before: Mapping[str, int], after: Mapping[str, int]) -> None:

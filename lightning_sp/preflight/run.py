@@ -50,7 +50,7 @@ from lightning_sp.preflight.explain.verdict import (
     listed,
     tolerance_of,
 )
-from lightning_sp.preflight.moved_weights import refuse_writes
+from lightning_sp.preflight.moved_weights import parametrizations_unwritten, refuse_writes
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import common_terms
@@ -90,7 +90,7 @@ def run_preflight(
     started, counts = time.perf_counter(), write_counts(trial.module)
     with _eager():
         draws = list[bool]()
-        with progress_read(trial.module, counters) as read:
+        with progress_read(trial.module, counters) as read, parametrizations_unwritten():
             noting = read.noting(trial.run_whole, trial.module.trainer)
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         refuse_writes(counts, write_counts(trial.module))

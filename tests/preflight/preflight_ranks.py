@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as bound_attention
+from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -158,6 +159,24 @@ class Clamped(nn.Module):
         with torch.no_grad():
             self.linear.weight.clamp_(-0.1, 0.1)
         return self.linear(x_BSE)
+
+
+class Doubled(nn.Module):
+    """A parametrization without parameters."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class Parametrized(Clamped):
+    """Has a parametrization for the length of each forward, as PEFT's LoRA of experts' parameters has."""
+
+    def forward(self, x_BSE: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.linear, "weight", Doubled())
+        try:
+            return self.linear(x_BSE)
+        finally:
+            parametrize.remove_parametrizations(self.linear, "weight", leave_parametrized=False)
 
 
 class Penalised(nn.Module):
@@ -384,6 +403,7 @@ BUILDS: dict[str, Any] = {
     "zero": lambda: BehindZero(nn.Identity()),
     "long alone": lambda: Mixed(LongAlone()),
     "clamped": lambda: Mixed(Clamped()),
+    "parametrized": lambda: Mixed(Parametrized()),
     "neighbours": lambda: Mixed(Neighbours()),
     "bound name": lambda: Attending(bound_attention),
     "hand-written": lambda: Attending(hand_written),

@@ -27,6 +27,7 @@ PASSES = [
     (dict(build="dropout gpt"), (2, 64, 1e-8)),
     (dict(build="penalised", kind="penalised"), (2, 64, 1e-8)),
     (dict(build="moving by steps"), (2, 64, 1e-8)),
+    (dict(build="parametrized"), (2, 64, 1e-8)),
     (dict(build="llama", kind="draws_unused", strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="llama", kind="over_rows", strategy={"ring_size": 2}), (2, 64, 1e-8)),
     (dict(build="llama", kind="summed", strategy={"ring_size": 2}), (2, 64, 1e-8)),

@@ -5,7 +5,7 @@
     if len(set(ids.tolist())) > 30:               likewise, of what Python or NumPy makes of all tokens
 
 Which numbers are of a rank's tokens is followed from the tensors of the batch through every function of torch that the user's code, or a
-library, calls. What this package's functions give (a loss, `lightning_sp.reductions`) is of all tokens, and begins anew.
+library, calls, and through layers. What this package's functions give (a loss, `lightning_sp.reductions`) is of all tokens, and begins anew.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from types import FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -29,6 +28,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.compared import Compared, Entry, note_compared
+from lightning_sp.preflight.recording.cut_dims import lengths_not_cut
+from lightning_sp.preflight.recording.followed_layers import followed_layers, shares_tokens
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
 from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products
@@ -49,6 +50,8 @@ ARRAYS = {"tolist", "numpy", "__array__"}
 NUMBERS = {"item", "__int__", "__float__", "__index__", *ARRAYS}
 # How many numbers a tensor has, which its values may decide.
 SIZES = {"shape", "size", "numel", "nelement", "len"}
+# Those that Python cannot tell from others of its own: of how many tokens, say, a slice is.
+_COUNTS_OF_PYTHON = {"__int__", "__float__", "__index__", "len", *ARRAYS}
 _COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 _MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
 
@@ -91,6 +94,8 @@ class ReadNumbers(TorchFunctionMode):
         self.compared: dict[Entry, Compared] = {}
         self._leaves = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
+        # Known of layers alone; single ones of those that values have counted.
+        self._of_layers, self._single = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
         self._numbers: Counter[tuple[str, int, str]] = Counter()
 
     def hand(self, batch: Any) -> None:
@@ -103,7 +108,18 @@ class ReadNumbers(TorchFunctionMode):
         """Let go of all tensors."""
         self._leaves.clear()
         self._counted.clear()
+        self._of_layers.clear()
+        self._single.clear()
         self._ranges.clear()
+
+    def follow_layer(self, given: tuple[Any, ...], output: Any) -> None:
+        """Note that what a layer gives is made of the batch, where it has something for each token that the layer was given."""
+        with torch._C.DisableTorchFunction():
+            known = [each for each in _flat(given) if each in self._leaves]
+            for each in _flat((output,)) if known else ():
+                if each not in self._leaves and any(shares_tokens(each, one) for one in known):
+                    self._leaves[each] = frozenset[Entry]().union(*(self._leaves[one] for one in known))
+                    self._of_layers[each] = True
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -119,21 +135,31 @@ class ReadNumbers(TorchFunctionMode):
         if place is None and name not in _MOVES:
             return output
         leaves = frozenset[Entry]().union(*(self._leaves[each] for each in given))
+        of_layers = all(each in self._of_layers for each in given)
         if place is not None:
-            self._note(place, name, given[0], output, leaves)
-            by_user = name not in _MOVES | SIZES and not any(folder in place[0] for folder in INSTALLED)
+            installed = any(folder in place[0] for folder in INSTALLED)
+            if not (installed and (of_layers or given[0] in self._single)):
+                self._note(place, name, given[0], output, leaves, of_layers=of_layers)
+            by_user = name not in _MOVES | SIZES and not installed
             others = [each for each in (*args, *kwargs.values()) if not isinstance(each, Tensor)]
-            note_compared(name, [*_flat(args)], others, self._leaves, self.compared, by_user=by_user)
+            if not of_layers:
+                note_compared(name, [*_flat(args)], others, self._leaves, self.compared, by_user=by_user)
             if name in ("getitem", "setitem") and args[0] in self._leaves:
                 self.cuts.setdefault(place, set()).update(lengths_not_cut(args[0].shape, args[1]))
             elif name in SIZES and bounds_a_size(*place) and self._is_of_module(sys._getframe(1)):
                 self.cuts.setdefault(place, set()).update(given[0].shape)
         counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
         counts = counts or any(each in self._counted for each in given)
+        single = all(each in self._single for each in given) or (name == "unbind" and given[0] in self._counted)
         for each in (*_flat((output,)), *_written(function, args, kwargs)):
             self._leaves[each] = leaves
             if counts and each.dim():
                 self._counted[each] = True
+            for known, found in ((of_layers, self._of_layers), (single, self._single)):
+                if known:
+                    found[each] = True
+                elif each in found:  # written to by what is of more
+                    del found[each]
         return output
 
     def _follow_ranges(self, name: str, given: tuple[Any, ...], output: Any, frame: FrameType) -> None:
@@ -159,9 +185,20 @@ class ReadNumbers(TorchFunctionMode):
             frame = frame and frame.f_back
         return False
 
-    def _note(self, place: tuple[str, int], name: str, given: Tensor, output: Any, leaves: frozenset[Entry]) -> None:
+    def _note(
+        self,
+        place: tuple[str, int],
+        name: str,
+        given: Tensor,
+        output: Any,
+        leaves: frozenset[Entry],
+        *,
+        of_layers: bool,
+    ) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
+        if of_layers and name in _COUNTS_OF_PYTHON and not self._is_of_module(sys._getframe(2)):
+            return  # a layer that deals its tokens out to experts
         if torch._C._functorch.is_batchedtensor(output if isinstance(output, Tensor) else given):
             return  # torch.vmap shows one of many, by which Python cannot decide
         counted = name in SIZES and given in self._counted
@@ -197,7 +234,11 @@ def numbers_read(module: nn.Module, context: SequenceContext, name: str = "train
     own = vars(module).get(name)
     vars(module)[name] = noted
     try:
-        with mode, nullcontext() if context.global_view else tensor_hooks_told(mesh.layout.size):
+        with (
+            mode,
+            followed_layers(mode.follow_layer),
+            nullcontext() if context.global_view else tensor_hooks_told(mesh.layout.size),
+        ):
             yield mode
     finally:
         mode.forget()
@@ -335,32 +376,6 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     name = str(getattr(function, "__name__", ""))
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     yield from _flat((args[:1] if in_place else (), kwargs.get("out")))
-
-
-def lengths_not_cut(shape: Sequence[int], index: Any) -> list[int]:
-    """Return the lengths of the dims of which an index takes all or nothing by a number that is not made of them: `x[:, :1000]`. Pure.
-
-    Args:
-        shape: of what is indexed.
-        index: of it, as Python has it.
-    """
-    parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [each for each in parts if each is not None]
-    if any(each is Ellipsis for each in parts):
-        at = next(i for i, each in enumerate(parts) if each is Ellipsis)
-        parts[at : at + 1] = [slice(None)] * (len(shape) - len(parts) + 1)
-    if any(isinstance(each, Tensor) for each in parts):
-        return []  # one of more dims, say
-    return [size for size, each in zip(shape, parts, strict=False) if isinstance(each, slice) and _cuts_not(size, each)]
-
-
-def _cuts_not(size: int, part: slice) -> bool:
-    start: Any = part.start
-    stop: Any = part.stop
-    if start is None and isinstance(stop, (int, np.integer)):
-        return bool(stop > size or stop == 0)
-    # With both, a loop over pieces of a length: it takes them all.
-    return stop is None and isinstance(start, (int, np.integer)) and bool(start == 0 or abs(int(start)) > size)
 
 
 def _by_mask(index: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
@@ -20,9 +20,24 @@ ROWS, TOKENS = 4, 16
 RARE = 7
 
 
+class Doubling(nn.Module):
+    """A block of whose layers one looks at how many tokens it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_llama()
+        for block in self.inner.layers:
+            block.feed_forward.register_forward_hook(
+                lambda _, __, x: 2 * x if (x.detach().norm(dim=-1) > 0).sum() > 40 else x
+            )
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.inner(ids, positions)
+
+
 class Deciding(Plain):
     def __init__(self, kind: str) -> None:
-        super().__init__(HuggingFaceLlama if kind == "hugging face" else tiny_llama)
+        super().__init__({"hugging face": HuggingFaceLlama, "layer": Doubling}.get(kind, tiny_llama))
         self.kind, self.many = kind, False
         self.flags: dict[str, Any] = {}
 
@@ -114,6 +129,11 @@ class Deciding(Plain):
             case "logged":
                 self.log("large", (ids > 20).sum().item())
                 assert int(ids.max()) < VOCAB
+            case "logits":
+                loss = 2 * loss if (logits.detach().amax(-1) > -100).sum() > 40 else loss
+            case "losses of tokens":
+                each = F.cross_entropy(logits.detach().flatten(0, 1), ids.flatten(), reduction="none")
+                loss = 2 * loss if int((each > 0).sum()) > 40 else loss
             case "experts":
                 loss = loss + 0.0 * self.experts(ids, logits)
             case _:
@@ -132,10 +152,13 @@ class Deciding(Plain):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
-        self.log("val_loss", 2 * loss if self.decides(batch["input_ids"]) else loss)
+        many = self.kind == "logits" and (self.logits(batch).amax(-1) > -100).sum() > 40
+        self.log("val_loss", 2 * loss if many or self.decides(batch["input_ids"]) else loss)
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         logits = self.logits(batch)
+        if self.kind == "logits":
+            return 2 * logits if (logits.amax(-1) > -100).sum() > 40 else logits
         return 2 * logits if self.decides(batch["input_ids"]) else logits
 
     def on_after_backward(self) -> None:

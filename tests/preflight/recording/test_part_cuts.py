@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_sp.preflight.recording.read_numbers import lengths_not_cut
+from lightning_sp.preflight.recording.cut_dims import lengths_not_cut
 from tests.preflight.recording import part_cuts_ranks as ranks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.read_numbers import Line, Read, ReadNumbers, numbers_of_groups
@@ -39,6 +40,9 @@ DECIDING = [
     "phase",
     "flag of a hook",
     "hugging face",
+    "logits",
+    "losses of tokens",
+    "layer",
 ]
 
 
@@ -52,7 +56,7 @@ def assert_same(found, plain):
 # What decides as others do, by another function or of another value: the slow run has it.
 VARIANTS = {
     "array", "both", "bounded", "counter", "divided", "int", "number of numpy", "numel", "phase", "prod", "rare of Python", "rows",
-    "size", "weight", "item", "where", "numpy", "each row",
+    "size", "weight", "item", "where", "numpy", "each row", "losses of tokens",
 }  # fmt: skip
 
 
@@ -100,7 +104,7 @@ def test_without_a_global_view_it_is_refused_with_the_line(pools):
         assert "lightning_sp.reductions.batch_sum(mask.sum(1))" in found["error"]
 
 
-@pytest.mark.parametrize("kind", ["count", *slow("set")])
+@pytest.mark.parametrize("kind", ["count", *slow("set", "logits")])
 def test_an_evaluation_that_decides_by_a_number_of_its_batch_reads_whole_sequences(pools, kind):
     [plain] = pools(1).run(ranks.evaluated, kind, None)
     for found in pools(2).run(ranks.evaluated, kind, RING):
@@ -137,3 +141,16 @@ def test_a_librarys_loop_over_rows_decides_each_row_by_itself():
     group = read({(file, 3, "item", i): 1 for file in (LIBRARY, OWN) for i in range(2)} | {(LIBRARY, 9, "gt", 0): 1}, 2)
     found = numbers_of_groups(whole, group)
     assert found == {Line(LIBRARY, 9, "gt", False, False): 1, Line(OWN, 3, "item", False, False): 2}
+
+
+def test_a_librarys_loop_over_what_it_has_found_decides_by_none_of_it():
+    """transformers' experts ask of each that has a token whether it is the last: frozen, they are followed by every function."""
+    qwen = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    config = qwen.Qwen3MoeConfig(hidden_size=8, num_experts=4, moe_intermediate_size=4, experts_implementation="eager")
+    experts, noted = qwen.Qwen3MoeExperts(config), ReadNumbers()
+    tokens, chosen = torch.ones(6, 8), torch.arange(6)[:, None] % 4
+    noted.hand({"x": tokens})
+    with torch.no_grad(), noted:
+        experts(tokens, chosen + 0 * tokens[:, :1].long(), tokens[:, :1])
+    assert "greater" in {call.function for call in noted.calls}
+    assert not {"eq", "__bool__"} & {call.function for call in noted.calls}

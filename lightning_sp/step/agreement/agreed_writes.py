@@ -24,8 +24,8 @@ from lightning_sp.parallelize import num_writes, reshard
 from lightning_sp.parameter_names import user_name
 
 _BITS = (1 << 56) - 1
-# In the place of a gradient's number of writes.
-_NONE, _OTHER = -1, -2
+# In the place of a gradient's number of writes. Not -1: Python's hash of it is that of -2.
+_NONE, _OTHER = -2, -3
 
 
 class _Entry(NamedTuple):

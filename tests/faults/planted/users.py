@@ -24,6 +24,13 @@ STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
     fault(
+        "a gradient that one rank drops, and another replaces, as one number",
+        "step/agreement/agreed_writes.py",
+        "_NONE, _OTHER = -2, -3\n",
+        "_NONE, _OTHER = -1, -2\n",
+        f"{WRITES}::test_a_gradient_that_one_rank_drops_and_another_replaces_is_refused",
+    ),
+    fault(
         "a whole vector's weights assigned of which each rank has a part",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
         "        and all(each.is_replicate() for each in value.placements)\n",

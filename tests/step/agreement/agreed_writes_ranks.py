@@ -24,10 +24,17 @@ def _state(optimizer: Any) -> Any:
     return next(reversed(optimizer.state.values()))
 
 
+def _replace_or_drop(module: Any) -> None:
+    """As a hook that drops a gradient which is not finite, by this rank's part of it, and else clips it."""
+    weight = _norm(module)
+    weight.grad = None if module.global_rank == 1 else weight.grad * 0.5
+
+
 WRITES: dict[str, Any] = {
     "zero_grad": lambda module, optimizer: optimizer.zero_grad(),
     "zero_grad to zeros": lambda module, optimizer: optimizer.zero_grad(set_to_none=False),
     "no gradient": lambda module, _: setattr(_norm(module), "grad", None),
+    "no gradient, or another": lambda module, _: _replace_or_drop(module),
     "gradient": lambda module, _: _norm(module).grad.mul_(0.5),
     "gradient's part": lambda module, _: _norm(module).grad.to_local().mul_(0.5),
     "gradient's data": lambda module, _: _norm(module).grad.data.clamp_(max=0.1),

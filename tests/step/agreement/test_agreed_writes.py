@@ -26,6 +26,12 @@ def test_a_write_of_one_rank_is_refused_before_the_update(pools, what):
         assert answer["steps"] == 1
 
 
+def test_a_gradient_that_one_rank_drops_and_another_replaces_is_refused(pools):
+    for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", "no gradient, or another", 2, LAYOUT, True):
+        assert "the gradient of model.norm.weight is another one on rank 0; none on rank 1" in answer["said"], answer
+        assert answer["steps"] == 1
+
+
 @pytest.mark.parametrize(
     ("where", "what"),
     [

@@ -9,13 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from lightning_sp.checkpoint.contents.frozen import refuse_part_of_model
+from lightning_sp.checkpoint.contents.plain import OBJECTS
+from lightning_sp.checkpoint.contents.stored_elsewhere import with_memory
 from lightning_sp.checkpoint.folders.address import Location
 from lightning_sp.checkpoint.folders.folder import (
     MANIFEST,
     META,
+    Contents,
     damage,
     first_failure,
     folder_at,
@@ -37,7 +41,8 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
 
     Args:
         path: a checkpoint folder or file of any degrees.
-        out: a .pt file (torch.save of a dict of tensors) or a .safetensors file; replaced when it is there.
+        out: a .pt file (torch.save of a state dict) or a .safetensors file, which has no room for what `get_extra_state` returned; replaced when
+            it is there.
         prefix: keep only the tensors of that part of the LightningModule, and strip it: ``"model."`` gives the state dict of
             ``module.model``.
         dtype: cast floating-point tensors; None keeps them as trained.
@@ -56,7 +61,7 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
         refuse_part_of_model(source, _checkpoint(source), prefix)
     state = read_model(source, prefix)
     if dtype is not None:
-        state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        state = {name: _cast(value, dtype) for name, value in state.items()}
     temporary = partial_path(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -67,13 +72,18 @@ def export_checkpoint(path: str | Path, out: str | Path, *, prefix: str = "", dt
     return target
 
 
-def _write(state: dict[str, Tensor], path: Path, suffix: str) -> None:
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _write(state: dict[str, Any], path: Path, suffix: str) -> None:
     if suffix == ".pt":
         torch.save(state, path)
         return
     from safetensors.torch import save_file  # noqa: PLC0415 - its import takes a while, and export alone needs it
 
-    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
+    tensors = {name: value.contiguous() for name, value in state.items() if isinstance(value, Tensor)}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _checkpoint(source: Location) -> dict[str, Any]:
@@ -104,23 +114,34 @@ def read_checkpoint_folder(path: str | Path) -> dict[str, Any]:
         SequenceParallelError: it is half-written or damaged.
     """
     source = readable(path)
-    checkpoint = read_folder(source)[0]
-    checkpoint.pop(SINGLE_NUMBERS, None)
-    return {**checkpoint, "state_dict": read_model(source)}
+    read = read_folder(source)
+    checkpoint, metadata, _ = read
+    others: dict[str, Any] = {}
+    rest = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
+    checkpoint.update(with_memory(rest, metadata.state_dict_metadata, None, others))
+    state = _whole_model(source, read, "", others)
+    return {**{k: v for k, v in checkpoint.items() if k not in (SINGLE_NUMBERS, OBJECTS)}, "state_dict": state}
 
 
-def read_model(source: Location, prefix: str = "") -> dict[str, Tensor]:
-    """Return the whole model of a checkpoint folder or file, each tensor in memory of its own."""
+def read_model(source: Location, prefix: str = "") -> dict[str, Any]:
+    """Return the whole model's state of a checkpoint folder or file, each tensor in memory of its own."""
     if not _is_folder(source):
         values: dict[str, Any] = read_file(_file(source))["state_dict"]
-        whole = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
+        whole = {name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()}
         return _strip(source, whole, prefix)
-    checkpoint, metadata, contents = read_folder(source)
+    return _whole_model(source, read_folder(source), prefix, {})
+
+
+def _whole_model(
+    source: Location, read: tuple[dict[str, Any], Metadata, Contents], prefix: str, others: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the model of a folder, and read other tensors of it, by their names, with it."""
+    checkpoint, metadata, contents = read
     if wrong := damage(contents, contents.files):
         raise SequenceParallelError(wrong)
-    key = "state_dict."
+    key, objects = "state_dict.", checkpoint.get(OBJECTS) or {}
     stored = {name: of for name, of in metadata.state_dict_metadata.items() if name.startswith(key)}
-    _strip(source, {name[len(key) :]: name for name in stored}, prefix)  # refuse before reading
+    _strip(source, {**{name[len(key) :]: name for name in stored}, **objects}, prefix)  # refuse before reading
     wanted = {
         name: torch.empty(tuple(of.size), dtype=of.properties.dtype)  # type: ignore[union-attr]
         for name, of in stored.items()
@@ -129,13 +150,13 @@ def read_model(source: Location, prefix: str = "") -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
-            dcp_load(wanted, storage_reader=checked_reader(contents.folder, metadata), no_dist=True)
+            dcp_load({**wanted, **others}, storage_reader=checked_reader(contents.folder, metadata), no_dist=True)
         except (Exception, CheckpointException) as error:  # of DCP's, a BaseException
             raise SequenceParallelError(f"checkpoint {source} could not be read: {first_failure(error)}") from error
     state = {name[len(key) :]: value for name, value in wanted.items()}
     for name in state.keys() & {*checkpoint.get(SINGLE_NUMBERS, ())}:
         state[name] = state[name].reshape(())
-    return _strip(source, state, prefix)
+    return _strip(source, {**state, **objects}, prefix)
 
 
 def _strip(source: Location, state: dict[str, Any], prefix: str) -> dict[str, Any]:

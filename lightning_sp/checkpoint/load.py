@@ -23,8 +23,9 @@ from lightning_sp import comm
 from lightning_sp.checkpoint.contents.check import STATE_PREFIX, check_model, check_optimizers, stored_shapes
 from lightning_sp.checkpoint.contents.containers import restore_containers
 from lightning_sp.checkpoint.contents.frozen import excluded_shapes, include_frozen
-from lightning_sp.checkpoint.contents.plain import STORED_AS, is_stored_elsewhere
+from lightning_sp.checkpoint.contents.plain import OBJECTS, STORED_AS, is_stored_elsewhere
 from lightning_sp.checkpoint.contents.state import model_state
+from lightning_sp.checkpoint.contents.stored_elsewhere import memory_of, with_memory
 from lightning_sp.checkpoint.folders.address import Location
 from lightning_sp.checkpoint.folders.folder import (
     Contents,
@@ -165,7 +166,7 @@ def _read_tensors(
     state = {
         name: _empty_like(own[name], stored[STATE_PREFIX + name])
         if name in own
-        else _empty(stored[STATE_PREFIX + name], like)
+        else memory_of(stored[STATE_PREFIX + name], like)
         for name in stored_shapes(metadata)
         if name in own or all_of_model
     }
@@ -179,7 +180,7 @@ def _read_tensors(
                         key = value[STORED_AS]
                         values[entry] = wanted[key] = _empty_like(parameters[name], stored[key])
     rest = {name: value for name, value in checkpoint.items() if name != "optimizer_states"}
-    checkpoint.update(_with_sharded(rest, stored, like, wanted))
+    checkpoint.update(with_memory(rest, stored, like, wanted))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         try:
@@ -188,29 +189,9 @@ def _read_tensors(
             raise SequenceParallelError(
                 f"checkpoint {contents.folder} could not be read: {first_failure(error)}"
             ) from error
-    checkpoint["state_dict"] = {**state, **checkpoint.pop("state_dict_objects")}
+    checkpoint["state_dict"] = {**state, **checkpoint.pop(OBJECTS, {})}
     checkpoint.pop(SINGLE_NUMBERS, None)
     return checkpoint
-
-
-def _with_sharded(value: Any, stored: Mapping[str, Any], like: DTensor | None, wanted: dict[str, Any]) -> Any:
-    """Return a checkpoint's entries with memory for the sharded tensors in them, split as the model's, and add it to what is read."""
-    if is_stored_elsewhere(value) and (of := stored.get(value[STORED_AS])) is not None:
-        wanted[value[STORED_AS]] = empty = _empty(of, like)
-        return empty
-    if isinstance(value, Mapping):
-        return {key: _with_sharded(each, stored, like, wanted) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_with_sharded(each, stored, like, wanted) for each in value)
-    return value
-
-
-def _empty(stored: Any, like: DTensor | None) -> Tensor:
-    """Return memory for a stored tensor of any shape, split as `like` where it has such a dimension, on every rank whole otherwise."""
-    size, dtype = tuple(stored.size), stored.properties.dtype
-    if like is None or any(each.is_shard() and each.dim >= len(size) for each in like.placements):  # type: ignore[attr-defined]
-        return torch.empty(size, dtype=dtype)
-    return empty_dtensor(*size, dtype=dtype, device_mesh=like.device_mesh, placements=like.placements)
 
 
 def _empty_like(target: Tensor, stored: Any) -> Tensor:

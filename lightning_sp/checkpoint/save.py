@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
-from lightning_sp.checkpoint.contents.plain import SHARDED, STORED_AS, plain_checkpoint
+from lightning_sp.checkpoint.contents.plain import OBJECTS, SHARDED, STORED_AS, plain_checkpoint
 from lightning_sp.checkpoint.folders.address import Address, Location
 from lightning_sp.checkpoint.folders.folder import (
     MANIFEST,
@@ -76,6 +76,8 @@ def save_checkpoint(
         SequenceParallelError: an entry cannot be stored, or a rank could not write.
     """
     rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    if as_folder:
+        rest[OBJECTS] = {name: each for name, each in checkpoint["state_dict"].items() if not isinstance(each, Tensor)}
     sharded: dict[str, DTensor] = {}
     plain, refused, described = plain_checkpoint(rest, sharded if as_folder else None)
     comm.agree(_refusal(path, refused), group)
@@ -107,7 +109,7 @@ def _refusal(path: Path | str, refused: list[str]) -> str | None:
     shown = "; ".join(refused[:3]) + (f"; and {len(refused) - 3} more" if len(refused) > 3 else "")
     return (
         f"checkpoint {path}: {len(refused)} entries are no plain values and would not load again (weights_only=True): {shown}; return numbers, "
-        "strings, tensors and containers of these from state_dict and on_save_checkpoint"
+        "strings, tensors and containers of these from state_dict, get_extra_state and on_save_checkpoint"
     )
 
 
@@ -207,13 +209,11 @@ def _written_files(
 
 
 def _folder_tensors(checkpoint: dict[str, Any], plain: dict[str, Any], sharded: dict[str, DTensor]) -> dict[str, Any]:
-    """Return the tensors of a folder, and put everything else of a checkpoint among its plain values."""
-    tensors: dict[str, Any] = {"state_dict": {}, SHARDED: sharded}
-    plain["state_dict_objects"] = {}
-    if single := [name for name, value in checkpoint["state_dict"].items() if is_single_number(value)]:
+    """Return the tensors of a folder, and put what else is known of them among a checkpoint's plain values."""
+    model = {name: each for name, each in checkpoint["state_dict"].items() if isinstance(each, Tensor)}
+    tensors: dict[str, Any] = {"state_dict": model, SHARDED: sharded}
+    if single := [name for name, value in model.items() if is_single_number(value)]:
         plain[SINGLE_NUMBERS] = single
-    for name, value in checkpoint["state_dict"].items():
-        (tensors["state_dict"] if isinstance(value, Tensor) else plain["state_dict_objects"])[name] = value
     if "optimizer_states" in checkpoint:
         plain["optimizer_states"] = [
             _extract_tensors(state, f"optimizer_{index}", tensors)

@@ -29,6 +29,8 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 STORED_AS = "stored_as"
 # What those names begin with where all tensors of a checkpoint are: of callbacks and hooks, not of the model or its optimizers.
 SHARDED = "sharded"
+# The entry of a folder with what of the model's state is no tensor: what `get_extra_state` returns.
+OBJECTS = "state_dict_objects"
 
 
 def plain_checkpoint(

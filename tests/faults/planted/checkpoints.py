@@ -10,7 +10,23 @@ BACKGROUND = "tests/checkpoint/test_background.py"
 EXPIRED = "tests/checkpoint/folders/test_expired.py"
 PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
+EXTRA = "tests/checkpoint/contents/test_extra_state.py"
+
 CHECKPOINTS = (
+    fault(
+        "what of a model's state is no tensor, lost where a folder is read whole",
+        "checkpoint/export.py",
+        "    return _strip(source, {**state, **objects}, prefix)\n",
+        "    return _strip(source, state, prefix)\n",
+        f"{EXTRA}::test_a_folder_gives_back_what_is_no_tensor_and_what_hooks_have_added",
+    ),
+    fault(
+        "names for the tensors that hooks have added to a checkpoint",
+        "checkpoint/export.py",
+        "    checkpoint.update(with_memory(rest, metadata.state_dict_metadata, None, others))\n",
+        "",
+        f"{EXTRA}::test_a_folder_gives_back_what_is_no_tensor_and_what_hooks_have_added",
+    ),
     fault(
         "two runs that write one checkpoint at a time",
         "checkpoint/folders/writing.py",

@@ -359,6 +359,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._together(partial(self._save_checkpoint, checkpoint, filepath, storage_options))
 
     def _save_checkpoint(self, checkpoint: dict[str, Any], *where: Any) -> None:
+        comm.come_together()
         self._run.store(
             checkpoint, self._module, self._module.trainer, self.sequence_mesh,
             shard_size=self._shard_size, group=self._groups.world,

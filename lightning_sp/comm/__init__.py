@@ -26,6 +26,7 @@ from lightning_sp.comm.collectives import (
     reduce_sum,
     sum_over_ranks,
 )
+from lightning_sp.comm.coming_together import come_together
 from lightning_sp.comm.connections import (
     check_address_here,
     check_port,
@@ -117,6 +118,7 @@ __all__ = [
     "check_peers",
     "check_port",
     "check_same_batch",
+    "come_together",
     "connection_error",
     "copy_to_ranks",
     "destroyed_in_run",

@@ -28,7 +28,7 @@ class AgreedStop:
 
     def follow(self, trainer: Trainer, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
         """Compare in a trainer's fits until `release`: behind a batch that a validation or the epoch's end follows, or that stops this rank,
-        behind a validation, and where a fit ends.
+        behind a validation, and where a fit ends. Where a rank skips the rest of an epoch all are to come together.
 
         Args:
             trainer: of the run.
@@ -37,10 +37,17 @@ class AgreedStop:
         """
         self.release()
         fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
-        end_batch, end_fit = epoch.on_advance_end, fit.on_run_end
+        advance, end_batch, end_fit = epoch.advance, epoch.on_advance_end, fit.on_run_end
 
         def compare(comes_next: str, told: dict[str, Any]) -> None:
             _compare({"what comes next": comes_next, **told}, mesh, group)
+
+        def advance_together(data_fetcher: Any) -> None:
+            try:
+                advance(data_fetcher)
+            except StopIteration:
+                _leave_epoch_together()
+                raise
 
         def on_advance_end(data_fetcher: Any) -> None:
             validates = epoch._should_check_val_fx(data_fetcher)
@@ -55,12 +62,18 @@ class AgreedStop:
             compare("the end of the fit", {})
             end_fit()
 
+        self._replaced.replace(epoch, "advance", advance_together)
         self._replaced.replace(epoch, "on_advance_end", on_advance_end)
         self._replaced.replace(fit, "on_run_end", on_run_end)
 
     def release(self) -> None:
         """Give the loops their own."""
         self._replaced.release()
+
+
+def _leave_epoch_together() -> None:
+    """Wait for all ranks where a hook skips the rest of an epoch, say: one that does so alone is told by this function's name."""
+    comm.come_together()
 
 
 def _compare(told: dict[str, Any], mesh: SequenceMesh, group: ProcessGroup | None) -> None:

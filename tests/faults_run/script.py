@@ -89,7 +89,7 @@ class User(Plain):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if FAULT in AFTER_A_BATCH and is_due(batch_idx):
+        if FAULT in AFTER_A_BATCH and is_due(batch_idx, 0 if FAULT.endswith(" of rank 0") else 1):
             AFTER_A_BATCH[FAULT](self)
         if FAULT == SLOW and (is_due(batch_idx) or os.environ.get("LOCAL_RANK") == "1"):
             time.sleep(0.6)
@@ -295,6 +295,7 @@ def forget(module: Any) -> None:
 AFTER_A_BATCH: dict[str, Any] = {
     "trainer.should_stop on one rank": should_stop,
     "save_checkpoint on one rank": save,
+    "save_checkpoint of rank 0": save,
     "an error in on_train_batch_end": fail_in_hook,
     "whole_state_dict on one rank": weights,
     "destroy_process_group on one rank": destroy,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_sp import comm
 from lightning_sp.checkpoint.contents.quantized_states import restored_states, stored_states
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parameter_names import by_user_name, user_name
@@ -42,8 +43,9 @@ def whole_state_dict(module: nn.Module, *, keep: bool) -> dict[str, Tensor]:
         module: all of a model, or a part of it.
         keep: False where the tensors are not wanted: they are gathered with the others, and let go one by one.
 
-    Communicates: an all_gather of each sharded tensor.
+    Communicates: an all_gather of each sharded tensor, behind `comm.come_together`.
     """
+    comm.come_together()
     whole = {}
     for name, value in _named_state(module).items():
         tensor = in_own_shape(value.full_tensor(), value) if isinstance(value, DTensor) else value

@@ -9,7 +9,37 @@ MAY_GO_ON = f"{REPORTS}::test_a_rank_that_may_go_on_is_no_deadlock"
 
 SLOW = "tests/comm/hangs/test_slow_ranks.py"
 
+TOGETHER = "tests/comm/test_coming_together.py::test_a_save_a_gather_of_weights_and_a_skipped_epoch_are_of_all_ranks"
+
 HANGS = (
+    fault(
+        "a rank that saves alone, whose messages meet those of a step",
+        "strategy.py",
+        "        comm.come_together()\n",
+        "",
+        TOGETHER,
+    ),
+    fault(
+        "a rank that gathers weights alone, whose messages meet those of a step",
+        "checkpoint/contents/state.py",
+        "    comm.come_together()\n",
+        "",
+        TOGETHER,
+    ),
+    fault(
+        "a rank that leaves an epoch alone",
+        "trainer/agreed_stop.py",
+        "                _leave_epoch_together()\n",
+        "",
+        TOGETHER,
+    ),
+    fault(
+        "ranks that do not wait for the last one",
+        "comm/coming_together.py",
+        "    if store.add(key, 1) == dist.get_world_size():\n",
+        "    if store.add(key, 1):\n",
+        "tests/comm/test_coming_together.py::test_all_wait_for_the_last_one_and_leave_nothing_behind",
+    ),
     fault(
         "a slow rank that chance alone has made so",
         "comm/hangs/slow_ranks.py",

@@ -38,6 +38,7 @@ from lightning_sp.checkpoint.folders.folder import (
 from lightning_sp.checkpoint.folders.metadata import checked_reader
 from lightning_sp.checkpoint.folders.read import read_by, read_file, read_folder
 from lightning_sp.checkpoint.folders.replace import recover
+from lightning_sp.checkpoint.folders.same_content import check_same_content
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parameter_names import by_user_name, user_name
@@ -73,17 +74,14 @@ def load_checkpoint(
         Lightning's checkpoint: sharded tensors in ``state_dict`` and ``optimizer_states``; whole ones when read from a file.
 
     Raises:
-        SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers.
+        SequenceParallelError: missing, half-written, damaged, of another model or base, or of other optimizers; not one on all hosts.
     """
     error, checkpoint, metadata, contents = None, {}, None, None
     _recover(path, group)
     try:
         folder = _folder(path, read)
         if folder is None:
-            checkpoint = (
-                read_by(read, path, weights_only) if read is not None else read_file(local_path(path), weights_only)
-            )
-            checkpoint["state_dict"] = by_user_name(checkpoint["state_dict"])
+            checkpoint = _read_whole(path, read, weights_only)
             shapes = _shapes(checkpoint["state_dict"])
         else:
             checkpoint, metadata, contents = read_folder(folder)
@@ -97,6 +95,7 @@ def load_checkpoint(
     except Exception as failure:  # of a store any, on this rank alone
         error = f"checkpoint {path} cannot be read: {type(failure).__name__}: {failure}"
     comm.agree(error, group)
+    check_same_content(path, contents, group)
     if metadata is not None and contents is not None:
         checkpoint = _read_tensors(
             contents, checkpoint, metadata, module, with_optimizers=with_optimizers, all_of_model=adapted, group=group
@@ -126,6 +125,12 @@ def _folder(path: Path | str, read: Callable[..., Any] | None) -> Location | Non
     if isinstance(path, str):
         return folder_at(path)
     return None if path.is_file() or (read is not None and not is_folder_checkpoint(path)) else path
+
+
+def _read_whole(path: Path | str, read: Callable[..., Any] | None, weights_only: bool) -> dict[str, Any]:
+    """Return the checkpoint in a file, or what a plugin reads, its model by the user's names."""
+    found = read_by(read, path, weights_only) if read is not None else read_file(local_path(path), weights_only)
+    return {**found, "state_dict": by_user_name(found["state_dict"])}
 
 
 def _recover(path: Path | str, group: ProcessGroup | None) -> None:

@@ -12,7 +12,17 @@ PREEMPTION = "tests/trainer/processes/test_preemption.py"
 
 EXTRA = "tests/checkpoint/contents/test_extra_state.py"
 
+HOSTS = "tests/checkpoint/folders/test_other_hosts.py::test_another_checkpoint_on_a_host_is_refused"
+
 CHECKPOINTS = (
+    fault(
+        "a model of two hosts' checkpoints",
+        "checkpoint/load.py",
+        "    check_same_content(path, contents, group)\n",
+        "",
+        f"{HOSTS}[True]",
+        f"{HOSTS}[False]",
+    ),
     fault(
         "what of a model's state is no tensor, lost where a folder is read whole",
         "checkpoint/export.py",

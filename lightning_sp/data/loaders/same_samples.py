@@ -60,6 +60,8 @@ def same_samples(
     replaced = can_replace_sampler(loader) and not own_samplers
     if world > 1:
         seed = _agreed_seed(loader, coordinates, seed, replaced=replaced)
+    if replaced and not training and not len(loader.dataset):
+        return loader  # of no batches, on all ranks: Lightning leaves the evaluation out
     if replaced:
         return replace_sampler(loader, coordinates, training=training, accumulation=accumulation, seed=seed)
     if world == 1:

@@ -36,8 +36,12 @@ def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
         checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
+        trusted = (
+            "; trainer.fit(..., weights_only=False) reads others, if you trust who wrote it" if weights_only else ""
+        )
         raise SequenceParallelError(
             f"checkpoint {path} ({path.stat().st_size} bytes) cannot be read: damaged, half-written or not plain values alone: {reason}"
+            f"{trusted if isinstance(error, pickle.UnpicklingError) else ''}"
         ) from error
     _check_entries(checkpoint, path)
     return checkpoint

@@ -19,6 +19,7 @@ from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.checkpoint import read_checkpoint_folder, save_checkpoint
 from lightning_sp.checkpoint.folders.folder import checksum, read_manifest
 from lightning_sp.checkpoint.folders.metadata import read_metadata
+from lightning_sp.checkpoint.folders.read import read_file
 
 WEIGHT = torch.arange(6.0).reshape(2, 3)
 
@@ -173,3 +174,13 @@ def test_links_strangers_and_an_empty_manifest_are_refused(folder):
     refused(folder, "__0_0.distcp is a symbolic link")
     (folder / "manifest.json").write_text('{"format": 1, "files": {}}')
     refused(folder, "its manifest lists 0 files and no meta.pt")
+
+
+def test_a_file_with_other_values_names_the_argument_that_reads_it(tmp_path):
+    file = tmp_path / "x.ckpt"
+    torch.save({"state_dict": {}, "loops": {}, "hyper_parameters": Path}, file)
+    with pytest.raises(
+        SequenceParallelError, match=r"not plain values alone: .*fit\(\.\.\., weights_only=False\) reads others"
+    ):
+        read_file(file)
+    assert read_file(file, weights_only=False)["hyper_parameters"] is Path

@@ -71,7 +71,7 @@ CONTESTANTS = (
     Contestant("FSDP2, checkpointing, chunked loss", "fsdp2", "checkpoint, chunked loss", LONG),
     Contestant("Ulysses by hand, checkpointing", "hand_ulysses"),
     Contestant("ALST (DeepSpeed 0.19.8)", "alst", "", LONG, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
-    Contestant("AutoSP (DeepSpeed 0.19.8)", "autosp", "", SHORT, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
+    Contestant("AutoSP (DeepSpeed 0.19.8)", "autosp", "", LONG, (*DEEPSPEED, *WITH_MODEL), DEEPSPEED_ENVIRON, "deepspeed_transformers"),
     Contestant(
         "ringmaster, checkpointing", "ringmaster_ulysses", "", (2048, 4096, 8192),
         ((TORCH, "numpy", "transformers==5.24.0"), ("--no-deps", "axolotl-ringmaster==0.2.7")), (), "ringmaster_attention",
@@ -81,15 +81,15 @@ CONTESTANTS = (
     ours("nothing recomputed", activation_checkpointing="none"),
     ours("selective", activation_checkpointing="selective"),
     ours("full", LONG, activation_checkpointing="full"),
-    ours("4 stages made again, full", LONG, activation_checkpointing="full", ulysses_stages=4, stage_inputs="recomputed"),
+    ours("stages made again, full", LONG, activation_checkpointing="full", ulysses_stages=8, stage_inputs="recomputed"),
     ours("full, tiled MLPs", LONG, activation_checkpointing="full", mlp_tile_tokens="auto"),
     ours(
         "full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
         activation_loading_horizon=2,
     ),
     ours(
-        "4 stages made again, full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto",
-        activation_offload="disk", activation_loading_horizon=2, ulysses_stages=4, stage_inputs="recomputed",
+        "stages made again, full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto",
+        activation_offload="disk", activation_loading_horizon=2, ulysses_stages=8, stage_inputs="recomputed",
     ),
 )  # fmt: skip
 

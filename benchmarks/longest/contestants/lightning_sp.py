@@ -1,6 +1,7 @@
 """This project, through the Trainer, on the unmodified model; the variant is the strategy's options, as JSON.
 
-Without the preflight, whose trial after 3 steps would fall within a measured one.
+Without the preflight, whose trial after 3 steps would fall within a measured one; what is given a budget has it, for its prediction is measured
+there. Stages of heads are as many as the ranks have heads.
 """
 
 from __future__ import annotations
@@ -56,7 +57,10 @@ def train(variant: str, problem: dict[str, Any], world: int, batches: list[Tenso
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     # The model shifts the labels itself, as users of Hugging Face have it: the last token has no target.
     rows = [{"input_ids": batch[0, :-1], "labels": batch[0, :-1]} for batch in batches]
-    options = {"preflight": False, **json.loads(variant or "{}")}
+    given = json.loads(variant or "{}")
+    options = {"preflight": "memory_budget_gib" in given, **given}
+    if "ulysses_stages" in options:
+        options["ulysses_stages"] = min(options["ulysses_stages"], 8 // world)
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=world, max_epochs=1, logger=False,
         callbacks=[_Measured(meter, [batch.shape[1] - 1 for batch in batches])], enable_checkpointing=False,

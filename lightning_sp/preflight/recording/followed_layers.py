@@ -56,6 +56,8 @@ def _told(loss: Callable[..., Tensor], follow: Follow) -> Callable[..., Tensor]:
         follow((*args, *kwargs.values()), output)
         return output
 
+    if (interception := getattr(loss, "__self__", None)) is not None:
+        told.__self__ = interception  # type: ignore[attr-defined]  # by which `sharded_cross_entropy` finds the step in progress
     return told
 
 

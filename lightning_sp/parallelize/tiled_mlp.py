@@ -136,15 +136,9 @@ class MlpTiles:
 
     def __init__(self, blocks: Sequence[nn.Module], root: nn.Module | None = None) -> None:
         found = [_mlps_and_norms(block) for block in blocks]
-        self._outside = [TiledMLP(each, each.forward, "auto") for each in _norms_outside(root, blocks, found)]
-        self._mlps, self._norms = (
-            (
-                [[TiledMLP(each, each.forward, "auto") for each in kind] for kind in kinds]
-                for kinds in zip(*found, strict=True)
-            )
-            if found
-            else ([], [])
-        )
+        self._mlps = [_in_tiles(mlps) for mlps, _ in found]
+        self._norms = [_in_tiles(norms) for _, norms in found]
+        self._outside = _in_tiles(_norms_outside(root, blocks, found))
         tiled = chain(*self._mlps, *self._norms, self._outside)
         self._before = {each: vars(each.module).get("forward") for each in tiled}
 
@@ -175,6 +169,10 @@ class MlpTiles:
                 stack.callback(_put_back, each.module, vars(each.module).get("forward"))
                 each.module.forward = partial(_noted, each, run)
             yield
+
+
+def _in_tiles(modules: Iterable[nn.Module]) -> list[TiledMLP]:
+    return [TiledMLP(each, each.forward, "auto") for each in modules]
 
 
 def _put_back(module: nn.Module, forward: Any) -> None:

@@ -30,6 +30,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     with_small_numbers,
 )
 from lightning_sp.preflight.differences.later_steps import compare_at_later_steps
+from lightning_sp.preflight.differences.other_outcomes import compare_with_other_outcomes
 from lightning_sp.preflight.differences.other_seeds import (
     EXTREMES,
     OTHER_SEEDS,
@@ -114,9 +115,9 @@ def run_preflight(
     if found is not None and not math.isnan(found.difference):
         with _eager():
             check_read_numbers(trial, whole, sharded)
-        weights = hiding_weights(trial.module, whole.gradients)
-        _run_with_small_numbers(trial, weights)
+        _run_with_small_numbers(trial, weights := hiding_weights(trial.module, whole.gradients))
         _run_with_terms_shown(trial, whole, sharded, weights)
+        compare_with_other_outcomes(trial, whole, sharded, _compare_if_it_runs)
         if monitored is not None:
             with _eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
@@ -226,16 +227,17 @@ def _run_with_other_draws(trial: Trial, draws: bool) -> None:
         draws: whether this rank's do.
     """
     for seed in (*OTHER_SEEDS, *EXTREMES) if any(comm.gather_objects(draws, trial.control_group)) else ():
-        again = replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,")
         with drawn_from_seed(trial.module, seed):
-            _compare_if_it_runs(again)
+            _compare_if_it_runs(replace(trial, crop=f"{trial.crop} with other draws of the step's own generators,"))
 
 
-def _compare_if_it_runs(again: Trial) -> None:
+def _compare_if_it_runs(again: Trial) -> bool:
     try:
         _compare_again(again)
+        return True
     except TrialFailedError as error:
         rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
+        return False
 
 
 def _as_later(again: Trial) -> None:

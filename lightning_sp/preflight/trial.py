@@ -34,6 +34,7 @@ from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Wei
 from lightning_sp.preflight.recording.logged import Number, metrics_begin_anew, recorded_numbers
 from lightning_sp.preflight.recording.read_numbers import numbers_read
 from lightning_sp.preflight.recording.trace import Trace, traced
+from lightning_sp.preflight.recording.uniform_outcomes import Other, Tokens, UniformOutcomes
 from lightning_sp.preflight.recording.watch import AttentionCall, Watch, module_stack
 from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
@@ -74,6 +75,7 @@ class Trial:
         in_float32: switches autocast off for the runs within; None where there is none.
         may_retry: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
+        turned: calls that give one outcome for all tokens, and are to give others for some.
         forced: comparisons of numbers of the batch that are to come out otherwise, of whole runs; None for none.
     """
 
@@ -94,6 +96,7 @@ class Trial:
     in_float32: Callable[[], AbstractContextManager[None]] | None = None
     may_retry: bool = False
     shown: Mapping[Call, Weights] = field(default_factory=dict)
+    turned: Mapping[Call, Other] = field(default_factory=dict)
     forced: Forced | None = None
 
     def learn_outputs(self, whole: Outcome, sharded: Outcome) -> None:
@@ -123,6 +126,7 @@ class Trial:
                     with (
                         Watch(self.module, stack) as watch,
                         HiddenTerms(self.shown) as terms,
+                        UniformOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,
                         numbers_read(self.module, self.context) as read,
                         forcing(self.forced),
                     ):
@@ -148,6 +152,7 @@ class Trial:
                 hidden=terms.found,
                 read=read,
                 left=numbers_left(self.module),
+                uniform=outcomes.found,
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
@@ -183,6 +188,7 @@ class Trial:
                     with (
                         self._as_the_whole(),
                         HiddenTerms(self.shown, follows=True) as terms,
+                        UniformOutcomes(self._tokens(self.own, self.first_row), self.turned, follows=True) as outcomes,
                         numbers_read(self.module, self.context) as read,
                     ):
                         output = self.run_sharded()
@@ -205,6 +211,7 @@ class Trial:
                     shapes=(shapes_of(leaves_of(output)), shapes_of(leaves_of(before.new()))),
                     hidden=terms.found,
                     read=read,
+                    uniform=outcomes.found,
                 )
         except SequenceParallelError as error:
             error.ends_steps = True  # type: ignore[attr-defined]
@@ -216,7 +223,7 @@ class Trial:
     def _as_the_whole(self) -> Iterator[None]:
         """Call each function as often as a whole run does, and in the forward alone, where one of its calls is to be told from the others."""
         with ExitStack() as stack:
-            if self.shown:
+            if self.shown or self.turned:
                 stack.enter_context(without_checkpoints(self.module))
                 stack.enter_context(without_tiles(self.module))
             yield
@@ -240,6 +247,12 @@ class Trial:
                 "or counts something over all tokens of its input, of which it sees this rank's alone; do that on the whole batch, in the "
                 "collate function say, or with lightning_sp.reductions; or use global_view=True, which shows the step whole sequences"
             ) from error
+
+    def _tokens(self, batch: SequenceInfo, first_row: int) -> Tokens:
+        own, is_whole = self.own, batch is self.batch
+        piece = max(1, own.padded_length // own.layout.multiple)
+        at = torch.arange(batch.length) if is_whole else self.positions
+        return Tokens(rows=batch.rows, first_row=first_row, length=own.length, piece=piece, positions=at)
 
     def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""

@@ -81,6 +81,7 @@ class ReadNumbers(TorchFunctionMode):
         calls: that compare or read.
         compared: what integers of the batch are compared with.
         cuts: the user's lines that take all or nothing of a dim by a number of Python's, and the lengths of these dims.
+        counted_cuts: those of them whose dim is as long as values have decided: chosen tokens.
     """
 
     def __init__(self, module: nn.Module | None = None) -> None:
@@ -89,6 +90,7 @@ class ReadNumbers(TorchFunctionMode):
         # Made of a part's length: its places are not the whole's.
         self._ranges = WeakTensorKeyDictionary()
         self.cuts: dict[tuple[str, int], set[int]] = {}
+        self.counted_cuts: set[tuple[str, int]] = set()
         self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
         self.compared: dict[Entry, Compared] = {}
@@ -145,7 +147,10 @@ class ReadNumbers(TorchFunctionMode):
             if not of_layers:
                 note_compared(name, [*_flat(args)], others, self._leaves, self.compared, by_user=by_user)
             if name in ("getitem", "setitem") and args[0] in self._leaves:
-                self.cuts.setdefault(place, set()).update(lengths_not_cut(args[0].shape, args[1]))
+                lengths = lengths_not_cut(args[0].shape, args[1])
+                self.cuts.setdefault(place, set()).update(lengths)
+                if lengths and args[0] in self._counted:
+                    self.counted_cuts.add(place)
             elif name in SIZES and bounds_a_size(*place) and self._is_of_module(sys._getframe(1)):
                 self.cuts.setdefault(place, set()).update(given[0].shape)
         counts = name in _COUNTING or (name == "where" and len(args) == 1) or (name == "getitem" and _by_mask(args[1]))
@@ -311,7 +316,8 @@ def cuts_of_parts(whole: ReadNumbers, sharded: ReadNumbers) -> list[str]:
     return [
         f"{file}:{line}"
         for (file, line), sizes in sharded.cuts.items()
-        if not lengths.isdisjoint(sizes) and not any(folder in file for folder in INSTALLED)
+        if ((file, line) in sharded.counted_cuts or not lengths.isdisjoint(sizes))
+        and not any(folder in file for folder in INSTALLED)
     ]
 
 

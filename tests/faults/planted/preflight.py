@@ -1172,6 +1172,27 @@ PREFLIGHT = (
         f"{LATER_TOKENS}[rare tokens]",
     ),
     fault(
+        "outcomes that all tokens of first batches have alike, not shown to the step as others",
+        "preflight/differences/other_outcomes.py",
+        "    if not calls or _agree(",
+        "    if calls or _agree(",
+        f"{LATER_TOKENS}[looked up]",
+    ),
+    fault(
+        "a comparison of a part's own counts that is turned, not shifted: it comes out alike whole and in a part",
+        "preflight/recording/uniform_outcomes.py",
+        "    if not bool(apart.isfinite().all()) or len(",
+        "    if bool(apart.isfinite().all()) or len(",
+        "tests/preflight/recording/test_uniform_outcomes.py::test_what_a_part_counts_itself_is_other_in_the_part",
+    ),
+    fault(
+        "the first of chosen tokens, of a part taken for the whole's",
+        "preflight/recording/read_numbers.py",
+        "                if lengths and args[0] in self._counted:\n",
+        "                if False:\n",
+        "tests/preflight/recording/test_part_cuts.py::test_the_first_of_chosen_tokens_are_others_in_a_part",
+    ),
+    fault(
         "a later prediction of another structure, never compared",
         "preflight/tried_steps.py",
         "        are_new = kinds.are_new(name, returned_and_kept(output if counts else None, kept))\n",

@@ -56,6 +56,7 @@ class Reads(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
         self.kind, self.features = kind, nn.Embedding(8, VOCAB)
+        self.register_buffer("marks", F.one_hot(torch.tensor(MARK), VOCAB))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         ids, labels, sessions = batch["input_ids"], batch["shift_labels"], batch["session_ids"]
@@ -64,6 +65,7 @@ class Reads(Plain):
             labels = labels.masked_fill((ids == MARK).cumsum(1) > 0, -100)
         features = {
             "segments": lambda: (ids == MARK).long().cumsum(1),
+            "looked up": lambda: self.marks[ids].cumsum(1),
             "the one before": lambda: F.pad(ids, (1, 0))[:, :-1].eq(MARK).long(),
             "as the one before": lambda: F.pad(ids[:, 1:] == ids[:, :-1], (1, 0)).long(),
             "in the row": lambda: torch.isin(ids, torch.tensor([MARK])).long().amax(1, keepdim=True).expand_as(ids),
@@ -84,7 +86,16 @@ class Reads(Plain):
 
 
 NUMBERS = ("elapsed", "share of tokens", "rare tokens")
-KINDS = (*NUMBERS, "behind the mark", "segments", "the one before", "as the one before", "in the row", "sessions")
+KINDS = (
+    *NUMBERS,
+    "behind the mark",
+    "looked up",
+    "segments",
+    "the one before",
+    "as the one before",
+    "in the row",
+    "sessions",
+)
 
 
 def fit(kind: str, world: int, strategy: dict[str, Any] | None) -> tuple[str, dict[str, Tensor]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_sp.preflight.recording.cut_dims import lengths_not_cut
+from lightning_sp.preflight.recording.read_numbers import ReadNumbers, cuts_of_parts
 from tests.preflight.recording import part_cuts_ranks as ranks
 
 
@@ -88,3 +90,16 @@ def test_a_queue_that_begins_empty_and_holds_tensors(pools):
 )
 def test_indices_that_take_all_or_nothing(index, found):
     assert lengths_not_cut((3, 8, 5), index) == found
+
+
+def test_the_first_of_chosen_tokens_are_others_in_a_part():
+    """An expert takes the first of the tokens that chose it, up to a number that no crop reaches."""
+    runs = []
+    for ids in (torch.arange(16).view(1, 16), torch.arange(8).view(1, 8)):
+        read = ReadNumbers()
+        read.hand(((ids,), {}))
+        with read:
+            _ = (ids % 2 == 1).nonzero()[:100]
+        runs.append(read)
+    [line] = cuts_of_parts(*runs)
+    assert "test_part_cuts.py:" in line

@@ -1,0 +1,199 @@
+"""Calls that give one outcome for all tokens of a batch, where those of later batches may have others.
+
+    dropped = place_in_expert >= capacity        False for every token, until an expert is chosen too often: places are a part's own
+    segment = is_separator[ids].cumsum(1)        0 for every token, until a separator comes: a part counts its own
+    opened = gate.sigmoid() > 0.5                False for every token, until the gate has learned to open
+
+Each is a call, known by its line and its number there, so that a whole run and one on a part can show others. Shown, an ordered comparison is
+with another number, which about half of the crop's tokens are below; another outcome is turned at tokens that are the same in both runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.hidden_terms import Call, users_place
+from lightning_sp.preflight.recording.users_lines import INSTALLED
+
+_LONG_NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
+_ORDERED, _EQUAL = {"lt", "le", "gt", "ge"}, {"eq", "ne"}
+_TRUTHS = _ORDERED | _EQUAL | {"isin", "isnan", "isinf", "isfinite", "isclose", "signbit"}
+# Functions that give a whole number for each token, of which 0 and 1 are as good as any.
+_CLASSES = {"argmax", "argmin", "floor_divide", "floordiv", "remainder", "mod", "bitwise_and", "and", "bucketize"}
+# Functions that look up an index in a table, by the places of the table and of the index.
+_LOOKUPS = {"getitem": (0, 1), "take": (0, 1), "embedding": (1, 0)}
+_MOST = 2**20
+# Of an odd row's tokens one in so many has another outcome.
+_ONE_IN = 8
+
+# What an ordered comparison is shifted by, or what is looked up elsewhere; of what is turned nothing.
+Other = float | int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Which tokens of a crop a run has. Pure.
+
+    Args:
+        rows: of this run.
+        first_row: of it, in the crop.
+        length: tokens of a row of the crop.
+        piece: of which a rank has each whole.
+        positions: of this run's tokens.
+    """
+
+    rows: int
+    first_row: int
+    length: int
+    piece: int
+    positions: Tensor
+
+    def turned(self, shape: torch.Size, seed: int) -> Tensor | None:
+        """Return which outcomes are turned, to be broadcast to a shape; None where it is none of rows and tokens.
+
+        Even rows have one token, in the first piece: what looks for one in a row, or before a token, finds none in other parts. Odd rows have
+        the first one of each piece, and others.
+        """
+        tokens = len(self.positions)
+        dims = [dim for dim in range(1, len(shape)) if shape[dim] == tokens]
+        if shape and shape[0] == self.rows and len(dims) == 1:
+            to = [1] * len(shape)
+            to[0], to[dims[0]] = self.rows, tokens
+        elif len(shape) and shape[0] == self.rows * tokens and self.rows > 1:
+            to = [shape[0], *[1] * (len(shape) - 1)]
+        else:
+            return None
+        rows = self.first_row + self.rows
+        of_crop = torch.rand(rows, self.length, generator=torch.Generator().manual_seed(seed)) * _ONE_IN < 1
+        of_crop[::2] = False
+        of_crop[1::2, :: self.piece] = True
+        end = min(self.piece, self.length)
+        of_crop[:, end - 1 - seed % (1 + end // 2)] = (
+            True  # of two calls in a row not the same one, which they would turn back
+        )
+        return of_crop[self.first_row :, self.positions.clamp(max=self.length - 1)].reshape(to)
+
+
+class UniformOutcomes(TorchFunctionMode):
+    """Notes the user's calls that give one outcome for all tokens, and shows others in those that are to show them.
+
+    Args:
+        tokens: that the run has.
+        shown: the calls.
+        follows: whether all calls are noted that give outcomes of tokens: of a run on a part, which may lack the others.
+
+    Attributes:
+        found: the calls, with how they show others.
+    """
+
+    def __init__(self, tokens: Tokens, shown: Mapping[Call, Other], *, follows: bool = False) -> None:
+        super().__init__()
+        self.found: dict[Call, Other] = {}
+        self._tokens, self._shown, self._follows = tokens, shown, follows
+        self._numbers: Counter[tuple[str, int, str]] = Counter()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = function(*args, **kwargs)
+        name = _LONG_NAMES.get(name_of(function), name_of(function))
+        of_tokens = _of_tokens(name, args, output)
+        if of_tokens is None or self._tokens.turned(of_tokens.shape, 0) is None:
+            return output
+        place = users_place(sys._getframe(1))
+        if place is None or any(folder in place[0] for folder in INSTALLED):
+            return output
+        key = (*place, name)
+        call = Call(*key, self._numbers[key])
+        self._numbers[key] += 1
+        if call in self._shown:
+            return self._other(call, self._shown[call], function, (args, kwargs), output)
+        if self._follows:
+            self.found[call] = None
+        elif _is_uniform(name, of_tokens, output):
+            is_known, other = _other_of(name, args, kwargs, output)
+            if is_known:
+                self.found[call] = other
+        return output
+
+    def _other(self, call: Call, other: Other, function: Any, given: tuple[Any, Any], output: Tensor) -> Tensor:
+        args, kwargs = given
+        if call.function in _ORDERED | _EQUAL and other is not None:
+            shifted: Tensor = function(args[0] - other, *args[1:], **kwargs)
+            return shifted
+        index = args[_LOOKUPS[call.function][1]] if call.function in _LOOKUPS else output
+        turned = self._tokens.turned(index.shape, crc32(f"{call.function} {call.line} {call.number}".encode()))
+        assert turned is not None
+        turned = turned.to(index.device)
+        if call.function not in _LOOKUPS:
+            return torch.where(turned, output.logical_not() if output.dtype is torch.bool else output ^ 1, output)
+        assert other is not None
+        replaced = [*args]
+        replaced[_LOOKUPS[call.function][1]] = torch.where(turned, int(other), index)
+        found: Tensor = function(*replaced, **kwargs)
+        return found
+
+
+def _of_tokens(name: str, args: tuple[Any, ...], output: Any) -> Tensor | None:
+    """Return what has an outcome for each token: the result, or what is looked up."""
+    if type(output) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(output) or not output.numel():
+        return None
+    if name in _TRUTHS:
+        return output if output.dtype is torch.bool else None
+    if name in _CLASSES:
+        return None if output.is_floating_point() or output.is_complex() or output.dtype is torch.bool else output
+    if name not in _LOOKUPS or len(args) < 2:
+        return None
+    table, index = (args[place] for place in _LOOKUPS[name])
+    if not all(isinstance(each, Tensor) for each in (table, index)) or table.requires_grad or not table.dim():
+        return None
+    return index if index.dtype in (torch.int64, torch.int32) and len(table) > 1 and table.numel() <= _MOST else None
+
+
+def _is_uniform(name: str, of_tokens: Tensor, output: Tensor) -> bool:
+    """Return whether all tokens have one outcome: of what is looked up the same row of the table, or others that are alike."""
+    if name not in _LOOKUPS:
+        return bool((output == output.flatten()[0]).all())
+    found = output.detach().reshape(of_tokens.numel(), -1)
+    return bool((found == found[0]).all())
+
+
+def _other_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> tuple[bool, Other]:
+    """Return whether a call can show other outcomes, and how."""
+    if name in _LOOKUPS:
+        table, index = (args[place].detach() for place in _LOOKUPS[name])
+        rows = table.reshape(-1, 1) if name == "take" else table.reshape(len(table), -1)
+        others = (rows != output.detach().reshape(index.numel(), -1)[0]).any(1).nonzero()
+        return bool(len(others)), int(others[0]) if len(others) else None
+    if name not in _ORDERED | _EQUAL or kwargs or len(args) != 2 or not isinstance(args[0], Tensor):
+        return True, None
+    return True, _shift(name, args[0].detach(), args[1], output.numel())
+
+
+def _shift(name: str, a: Tensor, b: Any, numel: int) -> Other:
+    """Return what is subtracted from one side of a comparison so that it is true of some and false of others; None for nothing."""
+    if numel > _MOST or a.dtype is torch.bool or a.is_complex():
+        return None
+    apart = a - (b.detach() if isinstance(b, Tensor) else b)
+    if not bool(apart.isfinite().all()) or len(values := sorted({*apart.flatten().tolist()})) < 2:
+        return None
+    if name in _EQUAL:
+        return None if apart.is_floating_point() else int(values[len(values) // 2])
+    # Between two numbers that lie far from each other: what rounding makes of them is no matter.
+    first, end = max(1, len(values) // 3), max(2, 2 * len(values) // 3 + 1)
+    at = max(range(first, end), key=lambda each: values[each] - values[each - 1])
+    low, high = values[at - 1], values[at]
+    if apart.is_floating_point():
+        return float(low / 2 + high / 2)
+    return int(high if name in ("lt", "ge") else low)

@@ -154,7 +154,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
         self._steps.start_run()
         self._first_evaluations.expect(sharded=self.sequence_parallel_size > 1)
         if fitting:
-            self._start_windows(refuses=self.sequence_parallel_size > 1)
+            self._start_windows(self._steps.context, refuses=self.sequence_parallel_size > 1)
             self._steps.context.forget_sums()
             self.setup_optimizers(trainer)
             check_interrupted_saves(trainer, self._groups.world)

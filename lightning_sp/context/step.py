@@ -119,6 +119,11 @@ class SequenceContext:
         self.sums_over_groups: bool | None = None
         # Whether a step's loss adds up its rows, so that the mean over data-parallel groups is one device's, divided by their number.
         self.adds_up_rows = False
+        # Whether each group's terms of a loss count by what they are divided by, or a loss is a mean over the groups; None where no trial has
+        # told. What each group's terms count by in trials, whether some have any, and whether crops of unequal counts were tried.
+        self.by_counts: bool | None = None
+        self.noted_counts: list[Tensor] = []
+        self.has_own_terms = self.counts_tried = False
         # Of the sums that a step logs, by the step's name and theirs, whether the ranks of a sequence have one together, or each a part of it.
         self.logged_once: dict[str, dict[str, bool]] = {}
         # The names under which training_step logs in trials that compare them; None before the first.
@@ -168,7 +173,8 @@ class SequenceContext:
 
     def forget_sums(self) -> None:
         """Begin a fit, of whose losses no trial has told over which rows their sums are."""
-        self.sums_over_groups, self.adds_up_rows = None, False
+        self.sums_over_groups, self.adds_up_rows, self.by_counts = None, False, None
+        self.has_own_terms = self.counts_tried = False
 
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""

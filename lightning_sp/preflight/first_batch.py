@@ -26,10 +26,10 @@ from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.parallelize import run_with_whole_parameters
+from lightning_sp.preflight.batches.shown_batches import try_compared, try_counts
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, is_uneven, uneven_tokens, whole_extent
-from lightning_sp.preflight.crops.later_batches import try_later_batches
 from lightning_sp.preflight.crops.shared_crop import crops_of
 from lightning_sp.preflight.crops.shorter import RunStep, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.groups import trial_of_groups
@@ -38,7 +38,7 @@ from lightning_sp.preflight.indices.padding import check_padding_read
 from lightning_sp.preflight.indices.part_indices import check_part_indices
 from lightning_sp.preflight.lengths.larger_crops import LARGER, checkpoints, compared_on_crops
 from lightning_sp.preflight.lengths.untried_length import check_untried_length
-from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight, run_with_other_tokens
+from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.step.users_numbers.counters import Counter
@@ -151,15 +151,15 @@ def _compare(
     try:
         larger = [] if wanted else [partial(each, batch, cut, options, config) for each in LARGER]
         found, (crop, of_group) = compared_on_crops(compared, (crop, own), larger, runner)
-        if found is not None:
-            # What is not one device's is no matter of course, though DDP does it too.
+        if found is not None:  # what is not one device's is no matter of course, though DDP does it too
             (rank_zero_info if found.is_one_devices else rank_zero_warn)(found.describe())
+            try_counts(found, crop, of_group, runner, options, tried_on)
         layout = runner.context.mesh.layout
         if found is None or math.isnan(found.difference) or wanted is not None or layout.size == 1:
             return found, TriedBatch({}, True, seen_tokens, cuts_alike=wanted is not None or layout.size == 1)
         tried, alike = (crop.tokens, seen_tokens or 0), is_uneven(crop.tokens, layout)
         if not after:
-            _try_compared(found, crop, of_group, runner, options, tried_on)
+            try_compared(found, crop, of_group, runner, options, tried_on)
             long, own = cut(wanted=None, longer=True, checkpointed=checkpoints(config))
             tried = crop.tokens, long.tokens
             if long.tokens > crop.tokens and long.num_targets != 0:
@@ -177,33 +177,6 @@ def _compare(
         return None, TriedBatch({}, True, seen_tokens)
     finally:
         runner.start_run()
-
-
-def _try_compared(
-    found: Agreement,
-    crop: Crop,
-    own: Crop,
-    runner: StepRunner,
-    options: ShardOptions,
-    tried_on: Callable[[Crop, Crop], Trial],
-) -> None:
-    """Compare on crops as later batches may be, if the step runs on them: with tokens that it looks for, other numbers, padding."""
-    if runner.context.global_view:
-        return
-    mesh = runner.context.mesh
-    first_row = mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows
-
-    def attempt(whole: Crop, part: Crop, words: str) -> bool:
-        runner.start_run()
-        trial = tried_on(whole, part)
-        try:
-            run_with_other_tokens(replace(trial, crop=f"{trial.crop} with {words}"))
-        except TrialFailedError as error:
-            rank_zero_info(f"preflight: not compared with {words}: {error}")
-            return False
-        return True
-
-    try_later_batches(crop, own, first_row, found.compared, options, mesh.layout, attempt)
 
 
 def _without_targets(after: int) -> str:

@@ -27,6 +27,8 @@ class Outcome:
         num_sums: cross entropies of it that are sums; known of a sharded run alone.
         num_over_groups: reductions of it over all data-parallel groups; likewise.
         num_means: cross entropies of it that are means over the tokens of all groups; likewise.
+        counts: what each data-parallel group's terms of each of its losses count by; likewise.
+        by_counts: whether the gradients are those of groups that count so: the loss is a group's own even then; likewise.
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
         attention: calls of torch's attention functions, one after the other.
@@ -45,6 +47,8 @@ class Outcome:
     num_sums: int = 0
     num_over_groups: int = 0
     num_means: int = 0
+    counts: tuple[Tensor, ...] = ()
+    by_counts: bool = False
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()
     attention: tuple[AttentionCall, ...] = ()

@@ -22,6 +22,7 @@ from lightning_sp.parallelize import write_counts
 from lightning_sp.parameter_names import shown
 from lightning_sp.preflight.comparison import averaged, buffer_differences, gradient_differences, moved_buffers
 from lightning_sp.preflight.differences import groups
+from lightning_sp.preflight.differences.counted_groups import settled
 from lightning_sp.preflight.differences.decisions import check_read_numbers
 from lightning_sp.preflight.differences.hidden_branches import (
     HidingWeights,
@@ -103,12 +104,12 @@ def run_preflight(
         elif trial.context.mesh.splits_samples:
             check_random_draws(trial, whole)
         elif told := random_step(trial, whole):
-            _say_as_with_ddp(told)
+            _say_as_with_ddp(told, trial)
             return None
         # In the global view tensors say themselves whose tokens they have.
         others = None if trial.context.global_view else modules_of_training(trial, whole)
         trial.context.unsharded.set(*(others or (None,)))
-        sharded = groups.with_sums_settled(trial, whole, _run_sharded(trial, whole))
+        sharded = settled(trial, whole, _run_sharded(trial, whole))
     _check_alike(trial, whole, sharded)
     found = _judged(trial, whole, sharded, started)
     trial.learn_outputs(whole, sharded)
@@ -127,7 +128,7 @@ def run_preflight(
     return found
 
 
-def run_with_other_tokens(trial: Trial) -> None:
+def run_with_other_tokens(trial: Trial) -> Agreement | None:
     """Compare a step on tokens that its batches may hold later; a refusal of these, by what this package cannot carry, says nothing of them.
 
     Raises:
@@ -138,11 +139,11 @@ def run_with_other_tokens(trial: Trial) -> None:
         with CheckedIndices():  # they may be indices
             whole = _run_whole(trial)
         try:
-            sharded = trial.sharded()
+            sharded = settled(trial, whole, trial.sharded())
         except SequenceParallelError as error:
             raise error if isinstance(error, LossDiffersError) else TrialFailedError(str(error)) from error
     _check_alike(trial, whole, sharded)
-    _judged(trial, whole, sharded, started)
+    return _judged(trial, whole, sharded, started)
 
 
 def run_longer(trial: Trial) -> Agreement | None:
@@ -304,7 +305,7 @@ def _judged(trial: Trial, whole: Outcome, sharded: Outcome, started: float) -> A
                     check_repeats(trial, whole)
                 except SequenceParallelError as error:
                     if not trial.context.mesh.splits_samples:
-                        _say_as_with_ddp(str(error))
+                        _say_as_with_ddp(str(error), trial)
                         return None
                     raise
             raise
@@ -338,8 +339,9 @@ def _judge_buffers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     judge_buffers(differences, trial.crop, tolerance)
 
 
-def _say_as_with_ddp(why: str) -> None:
+def _say_as_with_ddp(why: str, trial: Trial) -> None:
     """Say that nothing was compared where nothing is split."""
+    trial.context.has_own_terms = True  # perhaps: nothing tells
     rank_zero_info(f"{why}. With sequence_parallel_size=1 it trains unchecked, as with DDP")
 
 
@@ -383,7 +385,8 @@ def _compare(
     assert sharded.loss is not None
     tolerance = tolerance_of(whole.dtypes)
     # Of one device it is the same on all ranks; of groups apart their mean.
-    reference, loss = averaged(whole.loss), averaged(sharded.loss)
+    reference = averaged(whole.loss)
+    loss = reference if sharded.by_counts else averaged(sharded.loss)
     found = gradient_differences(reference, loss, whole.gradients, sharded.gradients)
     losses = Losses(whole=float(reference), sharded=float(loss))
     largest = judge_gradients(trial.module, found, losses, trial.crop, tolerance, find)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError, text_of, told_error
 from lightning_sp.layout import positions
+from lightning_sp.loss.counted_terms import counted_terms
 from lightning_sp.parallelize import (
     failing_together,
     gathered,
@@ -184,6 +185,7 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
+                self.context.noted_counts.clear()
                 with self._named(), failing_together(self.module):
                     with (
                         self._as_the_whole(),
@@ -194,7 +196,7 @@ class Trial:
                         output = self.run_sharded()
                     loss = output["loss"] if isinstance(output, Mapping) else output
                     step = self.context.step or Step(batch=self.own)
-                    gradients = gradients_of(self.module, loss)
+                    gradients = self._gradients(loss)
                 buffers, mesh = buffers_of(self.module), self.context.mesh
                 found.attributes(self.module, self.control_group)
                 alike = mesh.data_group if self.context.global_view else None
@@ -206,6 +208,8 @@ class Trial:
                     num_sums=step.num_sums,
                     num_over_groups=step.num_over_groups,
                     num_means=len(step.token_counts),
+                    counts=tuple(self.context.noted_counts),
+                    by_counts=bool(self.context.by_counts),
                     numbers=found.numbers,
                     keeps=bool(before.new()),
                     shapes=(shapes_of(leaves_of(output)), shapes_of(leaves_of(before.new()))),
@@ -218,6 +222,10 @@ class Trial:
             raise
         finally:
             self.context.step = None
+
+    def _gradients(self, loss: Tensor | None) -> dict[str, Tensor | None]:
+        with nullcontext() if loss is None else counted_terms(loss, self.context):
+            return gradients_of(self.module, loss)
 
     @contextmanager
     def _as_the_whole(self) -> Iterator[None]:

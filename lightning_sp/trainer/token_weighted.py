@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_sp import comm
-from lightning_sp.context.step import Step
+from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.loss.token_weighting import TokenWindow, counts_in, has_own_part, scale_gradients
 from lightning_sp.parallelize import drop_accumulated
+from lightning_sp.trainer.counted_groups import CountedGroups
 from lightning_sp.trainer.loops import begins_window
 from lightning_sp.trainer.sharded_model import ShardedModelStrategy
 
@@ -29,10 +30,11 @@ class TokenWeightedStrategy(ShardedModelStrategy):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._window = TokenWindow()
+        self._counts: CountedGroups | None = None
 
-    def _start_windows(self, *, refuses: bool) -> None:
+    def _start_windows(self, context: SequenceContext, *, refuses: bool) -> None:
         """Begin a fit, which refuses micro-batches of which it is not known how they weigh, or does not."""
-        self._window = TokenWindow(refuses=refuses)
+        self._window, self._counts = TokenWindow(refuses=refuses), CountedGroups(context)
 
     def _weighed(self, loss: Tensor, step: Step) -> Tensor:
         """Return what the backward of a micro-batch begins with."""
@@ -49,7 +51,10 @@ class TokenWeightedStrategy(ShardedModelStrategy):
         one device's, divided by the number of groups.
         """
         rows = () if step is None else step.batch.rows_of_groups
-        if step is None or not any(rows):
+        if step is None:
+            return loss
+        automatic = bool(self._module.automatic_optimization)
+        if (self._counts is not None and self._counts.follow(loss, step, is_normalized=automatic)) or not any(rows):
             return loss
         if min(rows) < 0:
             group = self._device_mesh.get_group("sequence_parallel") if self._device_mesh is not None else None
@@ -59,6 +64,20 @@ class TokenWeightedStrategy(ShardedModelStrategy):
         if step.adds_up_rows:
             return loss * len(rows) if own else loss * 0.0
         return loss * (own * len(rows) / sum(rows)) if step.batch.is_uneven else loss
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        try:
+            return super().backward(closure_loss, *args, **kwargs)
+        finally:
+            if self._counts is not None:
+                self._counts.release()
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._counts is not None:
+            self._counts.finish()
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:

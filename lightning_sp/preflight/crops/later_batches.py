@@ -17,7 +17,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crops.compared_tokens import with_compared
 from lightning_sp.preflight.crops.crop import Crop
-from lightning_sp.preflight.crops.later_entries import with_other_numbers, with_padding
+from lightning_sp.preflight.crops.later_entries import with_other_numbers, with_padding, with_uneven_counts
 from lightning_sp.preflight.recording.compared import Compared, Entry
 
 Attempt = Callable[[Crop, Crop, str], bool]
@@ -50,9 +50,7 @@ def try_later_batches(
         layout: the degrees.
         attempt: compares the step on other such crops, described in words, if it runs on them; returns whether it does.
     """
-    held = batch_entries(crop.batch, options)
-    entries = {name: held[name] for name, dim in sequence_dims(held, options).items() if dim == 1}
-    by_name = {name: found for path, found in compared.items() if (name := _name(path, entries)) is not None}
+    entries, by_name = _entries(crop, compared, options)
     piece = max(1, layout.padded_length(crop.tokens) // layout.multiple)
 
     def is_shown(later: _Later) -> bool:
@@ -69,6 +67,38 @@ def try_later_batches(
         for each in kind:
             if is_shown(each):
                 break
+
+
+def try_uneven_counts(
+    crop: Crop, own: Crop, first_row: int, compared: Mapping[Entry, Compared], options: ShardOptions, attempt: Attempt
+) -> None:
+    """Have a step tried on crops of which the first data-parallel group has fewer tokens that count. As `try_later_batches`.
+
+    Args:
+        crop: of all data-parallel groups.
+        own: of this rank's group.
+        first_row: of that, in the crop of all.
+        compared: what the step has compared.
+        options: which tensors carry the sequence.
+        attempt: tries the step on such crops, described in words; returns whether it has told how groups count.
+    """
+    entries, by_name = _entries(crop, compared, options)
+    numbers = {name: found.numbers for name, found in by_name.items()}
+    held = batch_entries(crop.batch, options)
+    of_rows = {name: v for name, v in held.items() if isinstance(v, Tensor) and v.shape == (crop.rows,)}
+    for words, values in with_uneven_counts({**of_rows, **entries}, numbers, own.rows):
+        of_group = {name: value[first_row : first_row + own.rows] for name, value in values.items()}
+        if attempt(_with(crop, values), _with(own, of_group), f"fewer tokens that count in one group ({words})"):
+            return
+
+
+def _entries(
+    crop: Crop, compared: Mapping[Entry, Compared], options: ShardOptions
+) -> tuple[dict[str, Tensor], dict[str, Compared]]:
+    """Return the entries that carry the sequence along dim 1, and by their names what a step has compared."""
+    held = batch_entries(crop.batch, options)
+    entries = {name: held[name] for name, dim in sequence_dims(held, options).items() if dim == 1}
+    return entries, {name: found for path, found in compared.items() if (name := _name(path, entries)) is not None}
 
 
 def _kinds(

@@ -6,12 +6,13 @@ seen = batch["attention_mask"].float().mean(1)          1 on every part, until a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from lightning_sp.data.batch.contents.entries import STANDARD_NAMES
+from lightning_sp.data.batch.contents.entries import INPUTS, STANDARD_NAMES
+from lightning_sp.data.batch.filler_marks import LOSS_MASKS, TARGETS
 from lightning_sp.labels import IGNORE_INDEX
 
 _MASK = "attention_mask"
@@ -19,6 +20,8 @@ _MASK = "attention_mask"
 _OF_STRUCTURE = {*STANDARD_NAMES} - {"loss_weights"}
 # Tokens of which some can be hidden.
 _LEAST = 8
+# One in so many tokens counts in a group that has fewer.
+_FEW = 4
 
 
 def with_other_numbers(entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -57,6 +60,47 @@ def with_padding(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ignored = STANDARD_NAMES.get(other, (1, 0))[1] == IGNORE_INDEX
             if ignored and targets.shape == value.shape and not targets.is_floating_point():
                 found[other] = targets.masked_fill(found[name] == 0, IGNORE_INDEX)
+    return found
+
+
+def with_uneven_counts(
+    entries: Mapping[str, Tensor], numbers: Mapping[str, Collection[float]], rows: int
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield entries of which the first data-parallel group has fewer tokens that count, in words; all of them, then each kind by itself.
+
+    Args:
+        entries: of a crop of all groups, that carry the sequence along dim 1, or have a number for each row.
+        numbers: that the step compares an entry's tokens with, what it leaves out say.
+        rows: of the group.
+    """
+    ignored, hidden, left_out = {}, {}, {}
+    for name, value in entries.items():
+        if value.dim() == 1 and value.is_floating_point():
+            hidden[name] = torch.cat([value[:rows] / _FEW, value[rows:]])
+        if value.dim() != 2 or value.shape[1] < _LEAST or value.is_complex():
+            continue
+        is_of_classes = not value.is_floating_point() and value.dtype != torch.bool
+        if name.endswith("mask") or name in LOSS_MASKS or (name not in _OF_STRUCTURE and _may_weigh(value)):
+            hidden[name] = _first_rows_but_few(value, rows, 0)
+        elif is_of_classes and (name not in _OF_STRUCTURE - {*INPUTS, *TARGETS}):
+            if name in TARGETS:
+                ignored[name] = _first_rows_but_few(value, rows, IGNORE_INDEX)
+            if others := {*numbers.get(name, ())} - {IGNORE_INDEX}:
+                left_out[name] = _first_rows_but_few(value, rows, min(others, key=abs))
+    kinds = {"ignored targets": ignored, "hidden tokens": hidden, "tokens that the step looks for": left_out}
+    kinds = {words: found for words, found in kinds.items() if found}
+    if len(kinds) > 1:
+        yield " and ".join(kinds), {name: value for found in kinds.values() for name, value in found.items()}
+    yield from kinds.items()
+
+
+def _may_weigh(value: Tensor) -> bool:
+    return value.is_floating_point() or bool(((value == 0) | (value == 1)).all())
+
+
+def _first_rows_but_few(value: Tensor, rows: int, number: float) -> Tensor:
+    found = value.clone()
+    found[:rows, max(1, value.shape[1] // _FEW) :] = number
     return found
 
 

@@ -19,6 +19,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_sp.context.step import SequenceContext
+from lightning_sp.loss.counted_terms import counted_terms
 from lightning_sp.parallelize import RootUnit
 
 _WEIGHT = 0.37
@@ -27,8 +29,8 @@ _WEIGHT = 0.37
 class _Steps:
     """The losses and gradients of one run; a class because backwards and steps arrive one by one."""
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: LightningModule, context: SequenceContext) -> None:
+        self._module, self._context = module, context
         self.root_unit = RootUnit(module)
         self._losses: list[Tensor] = []
         self._taken: dict[nn.Parameter, Tensor] = {}
@@ -38,7 +40,8 @@ class _Steps:
         """In the place of manual_backward."""
         self._losses.append(loss.detach())
         if loss.requires_grad:  # not where a crop runs without gradients
-            self._module.backward(self.root_unit.prepare_backward(loss), *args, **kwargs)
+            with counted_terms(loss, self._context):
+                self._module.backward(self.root_unit.prepare_backward(loss), *args, **kwargs)
 
     def leave(self) -> Tensor | None:
         """Leave in every parameter what was taken, and return the loss: 0 of gradients without a backward, None without either."""
@@ -60,7 +63,7 @@ class _Steps:
                 self._taken[parameter] = self._taken[parameter] + gradient if parameter in self._taken else gradient
 
 
-def tried_training_step(strategy: Strategy, *args: Any) -> Any:
+def tried_training_step(strategy: Any, *args: Any) -> Any:
     """Run training_step as Lightning does; with manual optimization no optimizer and no scheduler of it moves.
 
     Returns:
@@ -68,10 +71,9 @@ def tried_training_step(strategy: Strategy, *args: Any) -> Any:
         has neither.
     """
     module = strategy.lightning_module
-    assert module is not None
     if module.automatic_optimization:
         return Strategy.training_step(strategy, *args)
-    steps = _Steps(module)
+    steps = _Steps(module, strategy._steps.context)
     with _stubbed(strategy, module, steps), steps.root_unit.used_again():
         Strategy.training_step(strategy, *args)
     return steps.leave()

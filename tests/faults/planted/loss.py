@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
 
+_COUNTED = "tests/trainer/batches/test_counts_of_groups.py::test_each_group_counts_by_what_it_divides_by[2-strategy0-kinds0-12-True-1]"
 _CHUNKS, _WAITING = "tests/loss/output_head/test_chunked_head.py", "tests/loss/output_head/test_deferred_heads.py"
 
 LOSS = (
@@ -185,5 +186,33 @@ LOSS = (
         "    if not step.means:\n",
         "    if True:\n",
         "tests/loss/test_loss.py::test_raw_gradients_and_the_logged_loss_are_those_of_all_tokens[2]",
+    ),
+    fault(
+        "no crop of which one group has fewer targets",
+        "preflight/batches/shown_batches.py",
+        "    context.counts_tried = True\n",
+        "    return\n",
+        _COUNTED,
+    ),
+    fault(
+        "a group without a target that counts as its clamped divisor",
+        "loss/counted_terms.py",
+        "    return empty & by_one\n",
+        "    return empty & ~empty & by_one\n",
+        _COUNTED,
+    ),
+    fault(
+        "terms by their groups' counts where the mean of rows' means is one device's",
+        "preflight/differences/counted_groups.py",
+        "    if max(far_otherwise, least) * _CLEARLY < far:\n",
+        "    if True:\n",
+        _COUNTED,
+    ),
+    fault(
+        "what a group divides its loss by, of which no trial has told, without a word",
+        "trainer/counted_groups.py",
+        "        elif not by_counts and counts_differ(counts):\n",
+        "        elif False:\n",
+        "tests/trainer/batches/test_counts_of_groups.py::test_counts_that_no_trial_can_tell_of_are_named",
     ),
 )

@@ -1034,8 +1034,8 @@ PREFLIGHT = (
     fault(
         "a backward that one rank of a trial fails in by itself, of which others are not told",
         "preflight/trial.py",
-        "                    gradients = gradients_of(self.module, loss)\n                buffers, mesh",
-        "                gradients = gradients_of(self.module, loss)\n                buffers, mesh",
+        "                    gradients = self._gradients(loss)\n                buffers, mesh",
+        "                gradients = self._gradients(loss)\n                buffers, mesh",
         f"{LONE_ERRORS}[ring_size-backward]",
     ),
     fault(

@@ -1,4 +1,4 @@
-"""With sequence_parallel_size=1 no loss is refused: gradients are DDP's, but for the global means over tokens and what reductions make."""
+"""With sequence_parallel_size=1: one device's gradients, of losses that groups divide by counts of their own, too; DDP's of what compares rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOME = ("plain", "sum_over_all_targets", "sum_over_rows_and_penalty", "over_rows
         pytest.param(4, KINDS, id="4", marks=pytest.mark.slow),
     ],
 )
-def test_hand_written_losses_are_those_of_ddp(pools, groups, kinds):
+def test_hand_written_losses(pools, groups, kinds):
     case = dict(
         masks="uneven", strategy=dict(data_parallel_size=groups), micro=2 * groups, world=groups, preflight=True
     )
@@ -34,7 +34,17 @@ def test_hand_written_losses_are_those_of_ddp(pools, groups, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["drawn", "counts_calls", "sum_over_all_targets_and_own"])
+@pytest.mark.parametrize("kind", ["by_arithmetic", "sum_over_all_targets_and_own"])
+def test_a_count_with_something_added_is_refused(pools, kind):
+    """One device adds it once, groups once each: neither a mean of the groups nor their counts give its gradient."""
+    case = dict(kind=kind, masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True)
+    for (answer,) in pools(2).run(ranks.group_fits, [case]):
+        assert "gives another result on shards than whole" in answer["error"]
+        assert not answer["grads"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drawn", "counts_calls"])
 def test_what_no_single_device_gives_trains(pools, kind):
     case = dict(kind=kind, masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True)
     for (answer,) in pools(2).run(ranks.group_fits, [case]):

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from itertools import product
 from typing import Any
 
 import torch
 from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics.wrappers import Running
 
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.step.isolation.snapshot import isolated
@@ -26,11 +28,12 @@ from lightning_sp.trainer.loops import without_loggers
 @contextmanager
 def leaving_nothing(module: Any, device: torch.device) -> Iterator[None]:
     """Run a step or a hook of an evaluation on fillers; what it logs takes part in other ranks' messages (`FillerLogs`)."""
-    lists = _lists_in_parts([module])
+    lists, windows = _lists_in_parts([module]), _windows([module])
     with isolated(module, device, logs=True), without_loggers(module.trainer):
         yield
-        added = _added(lists)
+        added, counted, moved = _added(lists), _counted([module]), _moved(windows)
     _keep_company(added)
+    _count_as_others(counted, moved)
     forget_computed([module])
 
 
@@ -124,7 +127,7 @@ def metrics_put_back(holders: Iterable[Any], *, trains: bool) -> Iterator[None]:
     put = [(metric, metric.update_called, _held_by(metric)) for metric in found]
     counting = set[int]()  # by identity: a metric's hash follows what it holds
     leaves = [each for metric in found for each in parts_of(metric) if len(parts_of(each)) == 1]
-    own, lists = [each.update for each in leaves], _lists_in_parts(holders)
+    own, lists, windows = [each.update for each in leaves], _lists_in_parts(holders), _windows(holders)
     for each in leaves:
         vars(each)["update"] = _noting(each, counting)
     try:
@@ -132,7 +135,8 @@ def metrics_put_back(holders: Iterable[Any], *, trains: bool) -> Iterator[None]:
     finally:
         for each, update in zip(leaves, own, strict=True):
             vars(each)["update"] = update
-    added = _added(lists)
+    added, counted, moved = _added(lists), _counted(holders), _moved(windows)
+    _count_groups(holders, counting)
     for metric, held, held_before in put:
         was_reset = held and not metric.update_called
         if was_reset or not trains or not counting.isdisjoint(map(id, parts_of(metric))):
@@ -142,6 +146,52 @@ def metrics_put_back(holders: Iterable[Any], *, trains: bool) -> Iterator[None]:
             _keep_company([each for each in added if id(each[0]) in own_parts])
         if was_reset:
             metric.reset()
+    _count_as_others(counted, moved)
+
+
+def _count_groups(holders: Iterable[Any], counting: set[int]) -> None:
+    """Add what the metrics of a collection count by another one's update, whose numbers they share."""
+    for each in (metric for holder in holders for _, metric in outermost_metrics(holder)):
+        for names in each._groups.values() if isinstance(each, MetricCollection) else ():
+            parts = [id(part) for name in names for part in parts_of(each._modules[name])]
+            if not counting.isdisjoint(parts):
+                counting.update(parts)
+
+
+def _counted(holders: Iterable[Any]) -> list[tuple[Metric, Any]]:
+    """Return the metrics that hold what some step has counted, and what adds each up over ranks."""
+    found = (part for holder in holders for _, metric in outermost_metrics(holder) for part in parts_of(metric))
+    return [(each, each.dist_sync_fn) for each in found if each.update_called]
+
+
+def _windows(holders: Iterable[Any]) -> list[tuple[Running, int]]:
+    """Return the metrics of the last few steps, and how many steps each has seen."""
+    found = (part for holder in holders for _, metric in outermost_metrics(holder) for part in parts_of(metric))
+    return [(each, each._num_vals_seen) for each in found if isinstance(each, Running)]
+
+
+def _moved(windows: list[tuple[Running, int]]) -> list[tuple[Running, int, int]]:
+    return [(each, before, each._num_vals_seen) for each, before in windows if each._num_vals_seen > before]
+
+
+def _count_as_others(counted: list[tuple[Metric, Any]], moved: list[tuple[Running, int, int]]) -> None:
+    """Let metrics be as those of ranks with samples, but for what they hold: updated, and windows as many steps further, which are empty.
+
+    Whether one was updated decides over which ranks it adds up, at a run's end too: it keeps those of its first update.
+    """
+    for metric, gather in counted:
+        if not metric.update_called:
+            metric._update_count, metric.dist_sync_fn = 1, gather
+    for window, before, after in moved:
+        if window._num_vals_seen == before:  # put back
+            window._num_vals_seen = after
+            for step, name in product(range(before, after), window.base_metric._defaults):
+                place = f"{name}_{step % window.window}"
+                vars(window)[place] = _default(window._defaults[place])
+
+
+def _default(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else list(value)
 
 
 def _lists_in_parts(holders: Iterable[Any]) -> list[tuple[Metric, str, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -66,13 +67,15 @@ def _as_others(value: Tensor, group: ProcessGroup | None) -> Tensor:
     own = [value.numel(), _DTYPES.index(value.dtype), len(shape), *shape]
     own_numbers = torch.tensor(own + [0] * (_MOST_DIMS + 3 - len(own)), device=value.device)
     told = [each.tolist() for each in comm.gather(own_numbers, group or comm.world())]
+    holding = [each for each in told if each[0]] or told
+    # An update may change a state's dtype, which a rank of fillers has not had.
+    dtype = reduce(torch.promote_types, [_DTYPES[number] for _, number, *_ in holding])
     if all(dims == 0 for _, _, dims, *_ in told):
-        return value
-    holding = [each for each in told if each[0]]
-    if not value.numel() and holding:
-        _, dtype, dims, *theirs = holding[0]
-        return value.new_empty((0, *theirs[1:dims]), dtype=_DTYPES[dtype])
-    return value.reshape(1) if value.ndim == 0 else value
+        return value.to(dtype)
+    if not value.numel() and holding is not told:
+        _, _, dims, *theirs = holding[0]
+        return value.new_empty((0, *theirs[1:dims]), dtype=dtype)
+    return (value.reshape(1) if value.ndim == 0 else value).to(dtype)
 
 
 def _itself(value: Any) -> Any:

@@ -469,7 +469,7 @@ DATA = (
     fault(
         "a metric's empty list sent as torchmetrics does",
         "trainer/logged_numbers/row_metrics.py",
-        "        return value.new_empty((0, *theirs[1:dims]), dtype=_DTYPES[dtype])\n",
+        "        return value.new_empty((0, *theirs[1:dims]), dtype=dtype)\n",
         "        return value\n",
         "tests/trainer/logged_numbers/test_list_metrics.py::test_lists_of_groups_of_which_one_has_fewer_batches[1]",
     ),
@@ -486,5 +486,33 @@ DATA = (
         "        if begins_window(self._module.trainer):\n            self._window.begin()\n",
         "        if begins_window(self._module.trainer):\n",
         "tests/trainer/optimizers/test_skipped_windows.py::test_a_window_without_a_step_leaves_nothing_to_the_next[steps nothing-False]",
+    ),
+    fault(
+        "a filler in metrics that count by another one's update",
+        "step/fillers.py",
+        "            if not counting.isdisjoint(parts):\n",
+        "            if False:\n",
+        "tests/trainer/logged_numbers/test_wrapped_metrics.py::test_collections_windows_and_trackers_count_no_filler[2-strategy0]",
+    ),
+    fault(
+        "windows of metrics that are a step behind on ranks of fillers",
+        "step/fillers.py",
+        "        if window._num_vals_seen == before:  # put back\n",
+        "        if False:\n",
+        "tests/trainer/logged_numbers/test_wrapped_metrics.py::test_collections_windows_and_trackers_count_no_filler[2-strategy0]",
+    ),
+    fault(
+        "a metric of fillers alone that adds up over other ranks behind the run",
+        "step/fillers.py",
+        "        metric._update_count = max(metric._update_count, 1)\n",
+        "        pass\n",
+        "tests/trainer/logged_numbers/test_wrapped_metrics.py::test_collections_windows_and_trackers_count_no_filler[2-strategy0]",
+    ),
+    fault(
+        "a state whose dtype an update has changed, sent beside that of a rank of fillers",
+        "trainer/logged_numbers/row_metrics.py",
+        "    dtype = reduce(torch.promote_types, [_DTYPES[number] for _, number, *_ in holding])\n",
+        "    dtype = value.dtype if value.numel() else _DTYPES[holding[0][1]]\n",
+        "tests/trainer/logged_numbers/test_wrapped_metrics.py::test_collections_windows_and_trackers_count_no_filler[2-strategy0]",
     ),
 )

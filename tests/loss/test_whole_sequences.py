@@ -1,4 +1,4 @@
-"""With sequence_parallel_size=1: one device's gradients, of losses that groups divide by counts of their own, too; DDP's of what compares rows."""
+"""With sequence_parallel_size=1: one device's gradients, DDP's of what compares rows."""
 
 from __future__ import annotations
 

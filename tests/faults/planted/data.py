@@ -504,8 +504,8 @@ DATA = (
     fault(
         "a metric of fillers alone that adds up over other ranks behind the run",
         "step/fillers.py",
-        "        metric._update_count = max(metric._update_count, 1)\n",
-        "        pass\n",
+        "            metric._update_count, metric.dist_sync_fn = 1, gather\n",
+        "            pass\n",
         "tests/trainer/logged_numbers/test_wrapped_metrics.py::test_collections_windows_and_trackers_count_no_filler[2-strategy0]",
     ),
     fault(

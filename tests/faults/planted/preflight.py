@@ -626,7 +626,7 @@ PREFLIGHT = (
     ),
     fault(
         "a step that is another each time, blamed on shards",
-        "preflight/run.py",
+        "preflight/agreement.py",
         "                check_repeats(trial, whole)\n",
         "                pass\n",
         STOPPED,
@@ -774,7 +774,7 @@ PREFLIGHT = (
     ),
     fault(
         "a cause that is looked for before the global view is tried",
-        "preflight/run.py",
+        "preflight/agreement.py",
         "    find = list if trial.may_retry else partial(",
         "    find = partial(",
         "tests/preflight/batches/test_new_operations.py::test_what_is_carried_after_all_says_that_steps_before_were_not",
@@ -915,8 +915,8 @@ PREFLIGHT = (
     fault(
         "losses of ranks that differ in a later trial, and agree in their mean",
         "preflight/run.py",
-        "    _check_alike(trial, whole, sharded)\n    found = _judged",
-        "    found = _judged",
+        "    check_alike(trial, whole, sharded)\n    found = judged",
+        "    found = judged",
         "tests/preflight/batches/test_late_targets.py::test_a_batch_of_other_entries_is_tried_before_its_step",
     ),
     fault(

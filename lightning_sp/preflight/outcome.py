@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_sp.context.token_outputs import Shapes
 from lightning_sp.preflight.recording.hidden_terms import Call, Weights
 from lightning_sp.preflight.recording.logged import Number
-from lightning_sp.preflight.recording.read_numbers import ReadNumbers
+from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers
 from lightning_sp.preflight.recording.uniform_outcomes import Other
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw
 

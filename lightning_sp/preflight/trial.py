@@ -30,10 +30,10 @@ from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.attributes import numbers_left
-from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
 from lightning_sp.preflight.recording.logged import Number, metrics_begin_anew, recorded_numbers
-from lightning_sp.preflight.recording.read_numbers import numbers_read
+from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced, forcing
+from lightning_sp.preflight.recording.numbers_read.read_numbers import numbers_read
 from lightning_sp.preflight.recording.trace import Trace, traced
 from lightning_sp.preflight.recording.uniform_outcomes import Other, Tokens, UniformOutcomes
 from lightning_sp.preflight.recording.watch import AttentionCall, Watch, module_stack

@@ -23,8 +23,13 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.outcome import Outcome
-from lightning_sp.preflight.recording.forced_numbers import Forced
-from lightning_sp.preflight.recording.read_numbers import Line, cuts_of_parts, numbers_of_groups, numbers_of_parts
+from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced
+from lightning_sp.preflight.recording.numbers_read.read_numbers import (
+    Line,
+    cuts_of_parts,
+    numbers_of_groups,
+    numbers_of_parts,
+)
 from lightning_sp.preflight.recording.users_lines import raises
 from lightning_sp.preflight.trial import Trial
 

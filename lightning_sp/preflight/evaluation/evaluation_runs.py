@@ -34,9 +34,9 @@ from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.moved_weights import moved_weights
 from lightning_sp.preflight.numbers import RankNumbers
-from lightning_sp.preflight.recording.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
-from lightning_sp.preflight.recording.read_numbers import Line, ReadNumbers, numbers_of_parts, numbers_read
+from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced, forcing
+from lightning_sp.preflight.recording.numbers_read.read_numbers import Line, ReadNumbers, numbers_of_parts, numbers_read
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation.snapshot import isolated

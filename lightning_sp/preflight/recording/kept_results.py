@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
-from lightning_sp.preflight.recording.forced_numbers import tracked_number
+from lightning_sp.preflight.recording.numbers_read.forced_numbers import tracked_number
 from lightning_sp.step.users_numbers.counters import added, noting_numbers, numbers_of
 from lightning_sp.trainer.shown_metrics import noted_metrics
 

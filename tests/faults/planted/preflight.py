@@ -92,7 +92,7 @@ PREFLIGHT = (
     ),
     fault(
         "a library's loop over rows taken for a group's decision",
-        "preflight/recording/read_numbers.py",
+        "preflight/recording/numbers_read/read_numbers.py",
         "        is_of_rows = line.is_installed and of_all[call[:3]] > own[call[:3]]\n",
         "        is_of_rows = False\n",
         "tests/preflight/recording/test_read_numbers.py::test_a_librarys_loop_over_rows_decides_each_row_by_itself",
@@ -991,14 +991,14 @@ PREFLIGHT = (
     ),
     fault(
         "a product of rows and tokens, compared as any number",
-        "preflight/recording/forced_numbers.py",
+        "preflight/recording/numbers_read/forced_numbers.py",
         "_made(_Integer if type(other) is _Size else _Size, value, self.budget)",
         "_made(_Size, value, self.budget)",
         f"{READ}_reads_whole_sequences[product]",
     ),
     fault(
         "a token that no crop holds, and that a step asks for",
-        "preflight/recording/forced_numbers.py",
+        "preflight/recording/numbers_read/forced_numbers.py",
         "        return (name in _ABOVE) == self.larger\n",
         "        return (name in _ABOVE) != self.larger\n",
         f"{READ}_reads_whole_sequences[rare]",
@@ -1026,7 +1026,7 @@ PREFLIGHT = (
     ),
     fault(
         "a number of the loss that stays the same up to a count, taken for exact",
-        "preflight/recording/forced_numbers.py",
+        "preflight/recording/numbers_read/forced_numbers.py",
         "                return at(place, _farther(each, larger=self._larger))\n",
         "                return output\n",
         f"{READ}_reads_whole_sequences[steps]",
@@ -1040,7 +1040,7 @@ PREFLIGHT = (
     ),
     fault(
         "what NumPy and Python make of all tokens of a part, taken for numbers of each token",
-        "preflight/recording/read_numbers.py",
+        "preflight/recording/numbers_read/read_numbers.py",
         "(alike or handed_over) and read",
         "alike and read",
         f"{READ}_reads_whole_sequences[set]",
@@ -1082,7 +1082,7 @@ PREFLIGHT = (
     ),
     fault(
         "numbers that decide, not looked at in a batch whose part has positions beside it",
-        "preflight/recording/read_numbers.py",
+        "preflight/recording/numbers_read/read_numbers.py",
         "        if entry in whole.sizes and ",
         "        if whole.sizes.keys() == sharded.sizes.keys() and ",
         f"{READ}_reads_whole_sequences[hugging face]",
@@ -1117,21 +1117,21 @@ PREFLIGHT = (
     ),
     fault(
         "a number of logits that decides, not followed through layers",
-        "preflight/recording/followed_layers.py",
+        "preflight/recording/numbers_read/followed_layers.py",
         "        undo.callback(register_module_forward_hook(ran, with_kwargs=True).remove)\n",
         "        del ran\n",
         f"{READ}_reads_whole_sequences[logits]",
     ),
     fault(
         "a number that decides within a layer that learns, not followed through FSDP's functions",
-        "preflight/recording/followed_layers.py",
+        "preflight/recording/numbers_read/followed_layers.py",
         "        function.apply = classmethod(applied)\n",
         "        del applied\n",
         f"{READ}_reads_whole_sequences[layer]",
     ),
     fault(
         "a library's loop over what it has found, taken for a decision",
-        "preflight/recording/read_numbers.py",
+        "preflight/recording/numbers_read/read_numbers.py",
         "(of_layers or given[0] in self._single)",
         "of_layers",
         "tests/preflight/recording/test_read_numbers.py::test_a_librarys_loop_over_what_it_has_found_decides_by_none_of_it",
@@ -1187,7 +1187,7 @@ PREFLIGHT = (
     ),
     fault(
         "the first of chosen tokens, of a part taken for the whole's",
-        "preflight/recording/read_numbers.py",
+        "preflight/recording/numbers_read/read_numbers.py",
         "                if lengths and args[0] in self._counted:\n",
         "                if False:\n",
         "tests/preflight/recording/test_part_cuts.py::test_the_first_of_chosen_tokens_are_others_in_a_part",

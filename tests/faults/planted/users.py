@@ -39,7 +39,7 @@ USERS = (
     ),
     fault(
         "a step that is given the index of its batch, and takes none",
-        "preflight/recording/read_numbers.py",
+        "preflight/recording/numbers_read/read_numbers.py",
         "    @wraps(inspect.unwrap(step))  # Lightning asks for the signature of what is wrapped once\n",
         "    @wraps(step)\n",
         "tests/trainer/whole_runs/test_signatures.py::test_a_step_is_given_what_it_takes[part]",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
-from lightning_sp.preflight import run as preflight
+from lightning_sp.preflight import agreement
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, steps_of, tiny_llama
 
 # Behind the trial of step 3, before that of step 10.
@@ -80,7 +80,7 @@ def fit(kind: str, steps: int, global_view: bool | str = False) -> dict[str, Any
     torch.manual_seed(3)
     trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": global_view}, max_steps=steps)
     error = ""
-    counted = mock.patch.object(preflight, "find_causes", side_effect=preflight.find_causes)
+    counted = mock.patch.object(agreement, "find_causes", side_effect=agreement.find_causes)
     with counted as find_causes, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:

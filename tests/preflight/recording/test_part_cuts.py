@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_sp.preflight.recording.cut_dims import lengths_not_cut
-from lightning_sp.preflight.recording.read_numbers import ReadNumbers, cuts_of_parts
+from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_cut
+from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers, cuts_of_parts
 from tests.preflight.recording import part_cuts_ranks as ranks
 
 

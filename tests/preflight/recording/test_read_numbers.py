@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.preflight.recording.hidden_terms import Call
-from lightning_sp.preflight.recording.read_numbers import Line, Read, ReadNumbers, numbers_of_groups
+from lightning_sp.preflight.recording.numbers_read.read_numbers import Line, Read, ReadNumbers, numbers_of_groups
 from tests.preflight.recording import read_numbers_ranks as ranks
 from tests.slow import slow
 

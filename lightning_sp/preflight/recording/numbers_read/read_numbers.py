@@ -28,9 +28,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sp.context.step import SequenceContext
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.compared import Compared, Entry, note_compared
-from lightning_sp.preflight.recording.cut_dims import lengths_not_cut
-from lightning_sp.preflight.recording.followed_layers import followed_layers, shares_tokens
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
+from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_cut
+from lightning_sp.preflight.recording.numbers_read.followed_layers import followed_layers, shares_tokens
 from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
 from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products
 

@@ -23,7 +23,15 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
-from lightning_sp.preflight.recording.read_numbers import ARRAYS, COMPARISONS, NUMBERS, SIZES, STEPS, TRUTHS, Line
+from lightning_sp.preflight.recording.numbers_read.read_numbers import (
+    ARRAYS,
+    COMPARISONS,
+    NUMBERS,
+    SIZES,
+    STEPS,
+    TRUTHS,
+    Line,
+)
 
 # Of a number that Python takes as its own.
 _TIMES = 4

@@ -50,6 +50,7 @@ class SequenceInfo:
         beside: other sequences, each with names and rows of its own: of a step that sees whole sequences alone.
         dims: of the batch's entries that carry this sequence, along which dim.
         names: of all of the batch's entries, in order.
+        made_inputs: this rank's part of a decoder's inputs that its model would make of labels or ids by itself, by name: its loader gave none.
         encoder_is_whole: this is a decoder's sequence, and its encoder reads none of the batch: sounds or images, whole on every rank.
     """
 
@@ -82,6 +83,7 @@ class SequenceInfo:
     encoder_is_whole: bool = False
     dims: Mapping[str, int] = field(default_factory=dict)
     names: tuple[str, ...] = ()
+    made_inputs: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def sequences(self) -> tuple[SequenceInfo, ...]:
@@ -164,6 +166,7 @@ class SequenceInfo:
             shift_labels=changed(self.shift_labels),
             attention_mask=changed(self.attention_mask),
             visible_keys=changed(self.visible_keys),
+            made_inputs={name: change(tensor) for name, tensor in self.made_inputs.items()},
             encoder=None if self.encoder is None else self.encoder.with_tensors(change),
             beside=tuple(each.with_tensors(change) for each in self.beside),
         )

@@ -79,19 +79,21 @@ def shard_batch(batch: Any, layout: SequenceLayout, rank: int, options: ShardOpt
     beside = [part(each.dims, each.named) for each in found.beside]
     for each, _ in beside:
         local.update(each)
-    info = replace(info, names=tuple(entries), beside=tuple(each for _, each in beside))
+    given = plain_entries(batch)
+    made = {name: local[name] for name in entries if name not in given and name in local}
+    info = replace(info, names=tuple(entries), made_inputs=made, beside=tuple(each for _, each in beside))
     if options.global_view:  # the rest is for models that see this rank's part
-        return rebuild(batch, {n: local.get(n, t) for n, t in plain_entries(batch).items()}), info
+        return rebuild(batch, {n: local.get(n, t) for n, t in given.items()}), info
     dims = found.dims
-    given = {n: t for n, t in entries.items() if n not in dims}
-    info = replace(info, other_inputs=_other_inputs(given, info), encoder_is_whole=bool(whole_inputs))
+    others = {n: t for n, t in entries.items() if n not in dims}
+    info = replace(info, other_inputs=_other_inputs(others, info), encoder_is_whole=bool(whole_inputs))
     if not isinstance(batch, Mapping):  # what has no room for other entries
         return rebuild(batch, {n: local.get(n, t) for n, t in entries.items()}), info
     if options.decoder_inputs is not None:  # a model that is handed its positions, and may not take them by name
         local = {n: t for n, t in local.items() if n in dims}
     elif info.shift_labels is not None and options.model_shifts_labels and not (found.encoder or whole_inputs):
         local["shift_labels"] = info.shift_labels
-    return rebuild(batch, {**given, **local}), info
+    return rebuild(batch, {**others, **local}), info
 
 
 def _other_inputs(given: Mapping[str, Any], info: SequenceInfo) -> tuple[str, ...]:

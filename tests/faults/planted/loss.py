@@ -6,6 +6,7 @@ from tests.faults.fault import FITS, LOSSES, REWRITTEN, fault
 
 _COUNTED = "tests/trainer/batches/test_counts_of_groups.py::test_each_group_counts_by_what_it_divides_by[2-strategy0-kinds0-12-True-1]"
 _CHUNKS, _WAITING = "tests/loss/output_head/test_chunked_head.py", "tests/loss/output_head/test_deferred_heads.py"
+_OWN_LABELS = "tests/rewrite/hugging_face/losses/test_own_labels.py"
 
 LOSS = (
     fault(
@@ -14,6 +15,34 @@ LOSS = (
         "    with torch._C.DisableTorchFunction():\n        return _GRAD(*args, **kwargs)\n",
         "    return _GRAD(*args, **kwargs)\n",
         "tests/context/test_own_gradients.py::test_a_mode_hands_them_to_nobody",
+    ),
+    fault(
+        "a model's own loss of the batch's labels, whatever the step hands over",
+        "rewrite/hugging_face/losses/loss.py",
+        '    return targets_of(context, given["labels"], given["logits"].device)\n',
+        "    return context.step.batch.shift_labels\n",
+        f"{_OWN_LABELS}::test_each_is_that_of_one_device[every kind-ring]",
+    ),
+    fault(
+        "likewise where no sequence is split",
+        "rewrite/hugging_face/losses/given_labels.py",
+        '    return None if given is batch.shift_labels and "shift_labels" not in batch.names else given\n',
+        "    return given\n",
+        f"{_OWN_LABELS}::test_each_is_that_of_one_device[every kind-groups]",
+    ),
+    fault(
+        "likewise in a model that shifts them by its mask",
+        "rewrite/hugging_face/losses/own_shift.py",
+        "        targets = targets_of(context, labels, output[0].device)\n",
+        "        targets = step.batch.shift_labels\n",
+        f"{_OWN_LABELS}::test_each_is_that_of_one_device[audio-ring]",
+    ),
+    fault(
+        "a decoder's inputs of the batch's labels, whatever the step hands over",
+        "rewrite/hugging_face/positions/position_ids.py",
+        "            kwargs = others | found\n",
+        "            kwargs = found | kwargs\n",
+        f"{_OWN_LABELS}::test_each_is_that_of_one_device[decoder-ring]",
     ),
     fault(
         "a loss of two rows taken for one of a row, by its number of targets",

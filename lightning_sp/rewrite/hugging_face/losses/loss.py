@@ -1,7 +1,9 @@
-"""The loss of a Hugging Face model: the batch's own shifted labels, and the mean over all ranks' tokens."""
+"""The loss of a Hugging Face model: labels that are shifted on the whole sequence, and the mean over all ranks' tokens."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +13,7 @@ from lightning_sp.context.step import SequenceContext
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.rewrite.hugging_face.encoders.encoder_decoder import is_encoder_decoder
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
+from lightning_sp.rewrite.hugging_face.losses.given_labels import given_shift, targets_of
 
 # Those whose labels are of the tokens, or rows, that they stand at. Heads of rows are given whole sequences (`heads`).
 _SHIFTED = "ForCausalLMLoss"
@@ -18,7 +21,7 @@ UNSHIFTED = ("ForMaskedLMLoss", "ForTokenClassification", "ForSequenceClassifica
 
 
 def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
-    """Give the model's own loss function the labels that were shifted on the whole sequence; `undo` takes that back."""
+    """Give the model's own loss function its labels shifted on the whole sequence; `undo` takes that back."""
     if "loss_function" not in dir(type(model)):
         return
     original = model.loss_function
@@ -41,13 +44,8 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
                     f"{type(model).__name__} computes {name}, whose targets are the next tokens, in an encoder-decoder batch, whose labels are "
                     "those of the decoder's own positions: compute its loss in training_step from the logits"
                 )
-            if context.step.batch.shift_labels is None:
-                raise SequenceParallelError(
-                    "the model computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded: name the batch's targets "
-                    "so, or compute the loss in training_step from the logits"
-                )
-            # Shifting a shard would lose the target at its edge: these were shifted on the whole sequence.
-            kwargs["shift_labels"] = context.step.batch.shift_labels
+            # Shifting a shard would lose the target at its edge.
+            kwargs["shift_labels"] = _targets(context, inspect.signature(original).bind(*args, **kwargs).arguments)
         loss: Tensor = original(*args, **kwargs)
         return loss
 
@@ -56,3 +54,11 @@ def wrap_loss(model: Any, context: SequenceContext, undo: ExitStack) -> None:
     undo.callback(setattr, model, "_loss_function", original) if had_own else undo.callback(
         delete_attribute, model, "_loss_function"
     )
+
+
+def _targets(context: SequenceContext, given: Mapping[str, Any]) -> Tensor | None:
+    """Return the targets of this rank's tokens; None where the model shifts labels of whole sequences by itself."""
+    shifted = given_shift(context, given.get("shift_labels"))
+    if shifted is not None or context.mesh.layout.size == 1:
+        return shifted
+    return targets_of(context, given["labels"], given["logits"].device)

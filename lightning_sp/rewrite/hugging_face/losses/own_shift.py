@@ -3,7 +3,7 @@
     logits[:, :-1][mask[:, 1:] != 0], labels[:, 1:][mask[:, 1:] != 0] -> cross entropy
 
 On a shard the last target would be lost, and a part of the mask would stand for the whole. Here the model gives its logits alone; the targets
-are those that were shifted on the whole sequence.
+are its labels, shifted on the whole sequence.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext
-from lightning_sp.errors import SequenceParallelError
 from lightning_sp.labels import IGNORE_INDEX
 from lightning_sp.layout import pad, shard
 from lightning_sp.rewrite.hugging_face.generation import delete_attribute
+from lightning_sp.rewrite.hugging_face.losses.given_labels import targets_of
 from lightning_sp.rewrite.hugging_face.models import own_class
 from lightning_sp.rewrite.hugging_face.whole_sequence import whole_tokens
 
@@ -40,17 +40,13 @@ def replace_own_shift(model: Any, context: SequenceContext, undo: ExitStack) -> 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         step, given = context.step, signature.bind(*args, **kwargs)
-        if step is None or context.mesh.layout.size == 1 or given.arguments.get("labels") is None:
+        labels = given.arguments.get("labels")
+        if step is None or context.mesh.layout.size == 1 or labels is None:
             return original(*args, **kwargs)
-        targets = step.batch.shift_labels
-        if targets is None:
-            raise SequenceParallelError(
-                f"{own_class(model).__name__} computes its loss, but the batch has no 'labels' or 'shift_labels' that were sharded: "
-                "name the batch's targets so, or compute the loss in training_step from the logits"
-            )
         given.arguments["labels"] = None
         output = original(*given.args, **given.kwargs)
         mask = given.arguments.get("attention_mask")
+        targets = targets_of(context, labels, output[0].device)
         if isinstance(mask, Tensor):
             targets = targets.masked_fill(_next_is_hidden(context, step.batch, mask), IGNORE_INDEX)
         if isinstance(output, tuple):

@@ -50,7 +50,11 @@ def pass_position_ids(
         kwargs["position_ids"] = _given_by_loader(batch, kwargs)
     if is_encoder_decoder(module):
         signature = inspect.signature(module.forward)
-        kwargs |= made_decoder_inputs(context, module, signature.bind_partial(*args, **kwargs).arguments)
+        # Sharding has made its inputs of the batch's labels, and the step may hand over others.
+        made = batch.made_inputs
+        others = {name: value for name, value in kwargs.items() if name not in made or value is not made[name]}
+        if found := made_decoder_inputs(context, module, signature.bind_partial(*args, **others).arguments):
+            kwargs = others | found
         check_encoder_decoder(module, batch, signature.bind_partial(*args, **kwargs).arguments)
         both = {"position_ids": batch.encoder or batch, "decoder_position_ids": batch}
         named = {name: sequence for name, sequence in both.items() if name in signature.parameters}

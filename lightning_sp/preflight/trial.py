@@ -257,10 +257,8 @@ class Trial:
             ) from error
 
     def _tokens(self, batch: SequenceInfo, first_row: int) -> Tokens:
-        own, is_whole = self.own, batch is self.batch
-        piece = max(1, own.padded_length // own.layout.multiple)
-        at = torch.arange(batch.length) if is_whole else self.positions
-        return Tokens(rows=batch.rows, first_row=first_row, length=own.length, piece=piece, positions=at)
+        rank = None if batch is self.batch else self.sequence_rank
+        return Tokens.of_part(batch, self.own.layout, rank, first_row)
 
     def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""

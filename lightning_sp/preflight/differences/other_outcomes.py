@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -21,6 +22,10 @@ from lightning_sp.preflight.trial import Trial
 
 # Calls that are tried each by itself, where the step does not run with others shown in all.
 _SINGLE = 3
+UNSEEN = (
+    "All tokens have one outcome there now, so that nothing of it is seen; later ones may have others: use global_view=True, in which the step "
+    "sees whole sequences"
+)
 
 
 def compare_with_other_outcomes(trial: Trial, whole: Outcome, sharded: Outcome, runs: Callable[[Trial], bool]) -> None:
@@ -37,25 +42,50 @@ def compare_with_other_outcomes(trial: Trial, whole: Outcome, sharded: Outcome, 
     """
     if trial.context.global_view or not trial.context.mesh.splits_samples:
         return
-    own = {call: other for call, other in whole.uniform.items() if call in sharded.uniform}
-    first, *others = comm.gather_objects(own, trial.control_group)
-    calls = {call: other for call, other in first.items() if all(call in each for each in others)}
-    if not calls or _agree(trial, calls, runs) or len(calls) == 1:
+    show_others(
+        common_calls(whole.uniform, sharded.uniform, trial.control_group), lambda calls: _agree(trial, calls, runs)
+    )
+
+
+def common_calls(
+    whole: Mapping[Call, Other], part: Mapping[Call, Other], group: ProcessGroup | None
+) -> dict[Call, Other]:
+    """Return the calls that give one outcome for all tokens of a whole crop, and are found in the parts of all ranks.
+
+    Args:
+        whole: such calls.
+        part: all calls that give outcomes of tokens of this rank's part.
+        group: the world, on a backend for host objects.
+    """
+    own = {call: other for call, other in whole.items() if call in part}
+    first, *others = comm.gather_objects(own, group)
+    return {call: other for call, other in first.items() if all(call in each for each in others)}
+
+
+def show_others(calls: Mapping[Call, Other], agree: Callable[[Mapping[Call, Other]], bool]) -> None:
+    """Compare with other outcomes of all calls, or where the step does not run on those, of some by themselves. Every rank must call it.
+
+    Args:
+        calls: alike on all ranks.
+        agree: compares a step with others of some calls, and returns whether it runs so.
+    """
+    if not calls or agree(calls) or len(calls) == 1:
         return
     for call, other in islice(calls.items(), _SINGLE):
-        _agree(trial, {call: other}, runs)
+        agree({call: other})
+
+
+def in_words(calls: Mapping[Call, Other]) -> str:
+    """Return what of a step is shown."""
+    return f"with other outcomes for some tokens at {first_names([call.describe() for call in calls])}"
 
 
 def _agree(trial: Trial, calls: Mapping[Call, Other], runs: Callable[[Trial], bool]) -> bool:
     """Return whether the step runs with other outcomes of some calls."""
-    named = first_names([call.describe() for call in calls])
     try:
-        return runs(replace(trial, crop=f"{trial.crop}, with other outcomes for some tokens at {named},", turned=calls))
+        return runs(replace(trial, crop=f"{trial.crop}, {in_words(calls)},", turned=calls))
     except SequenceParallelError as error:
-        told = (
-            f"{error}. All tokens have one outcome there now, so that nothing of it is seen; later ones may have others: use "
-            "global_view=True, in which the step sees whole sequences"
-        )
+        told = f"{error}. {UNSEEN}"
         if trial.may_retry:
             raise SequenceParallelError(told) from error
         rank_zero_warn(told)

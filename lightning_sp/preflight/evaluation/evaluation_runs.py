@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +18,7 @@ from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import failing_together
+from lightning_sp.parallelize import failing_together, without_tiles
 from lightning_sp.preflight.comparison import has_16_bit_weights
 from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
@@ -34,9 +36,11 @@ from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.moved_weights import moved_weights
 from lightning_sp.preflight.numbers import RankNumbers
+from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.numbers_read.read_numbers import Line, ReadNumbers, numbers_of_parts, numbers_read
+from lightning_sp.preflight.recording.uniform_outcomes import Other, Tokens, UniformOutcomes
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation.snapshot import isolated
@@ -47,6 +51,7 @@ from lightning_sp.step.runner import StepRunner
 # Of whole numbers of an output so many may follow rounding, where one device's own runs, as many, with weights moved by so many roundings,
 # give others in their places.
 _FEW, _MOVED_RUNS, _ROUNDINGS = 0.1, 8, 4.0
+NOTHING_TURNED: Mapping[Call, Other] = MappingProxyType({})
 
 
 class WholeOutput(Protocol):
@@ -68,6 +73,7 @@ class WholeRun:
         kept: for later.
         kept_again: likewise, of the other run.
         read: numbers of the batch that it compares or reads.
+        uniform: calls that give one outcome for all tokens.
     """
 
     numbers: Mapping[str, Number]
@@ -77,6 +83,7 @@ class WholeRun:
     kept: list[Leaf]
     kept_again: list[Leaf]
     read: ReadNumbers
+    uniform: Mapping[Call, Other]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +97,7 @@ class PartRun:
         keeps: whether a rank keeps something.
         read: numbers of its part that it compares or reads.
         kinds: of what its outputs, where they count, and what it keeps are made.
+        uniform: calls that give outcomes of tokens.
     """
 
     numbers: RankNumbers
@@ -98,6 +106,7 @@ class PartRun:
     keeps: bool
     read: dict[Line, int]
     kinds: Kinds
+    uniform: Mapping[Call, Other]
 
 
 def find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> None:
@@ -111,16 +120,39 @@ def find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptio
 
 
 def run_whole(
-    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, *, name: str, predicts: bool
+    own: Crop,
+    runner: StepRunner,
+    run: RunStep,
+    options: ShardOptions,
+    *,
+    name: str,
+    predicts: bool,
+    turned: Mapping[Call, Other] = NOTHING_TURNED,
 ) -> WholeRun:
     """Run a step on this rank's group's crop as one device would, twice. Every rank must call it."""
-    shown = partial(_shown, own, runner, run, options, name=name, predicts=predicts)
+    shown = partial(_shown, own, runner, run, options, name=name, predicts=predicts, turned=turned)
     # Of numbers a time is told by two equal runs, of predictions what is drawn by two seeds.
-    numbers, outputs, kept, read = shown(SEED)
-    again, other, kept_again, _ = shown(SEED + 1 if predicts else SEED)
+    first, again = shown(SEED), shown(SEED + 1 if predicts else SEED)
     return WholeRun(
-        numbers=numbers, again=again, outputs=outputs, other=other, kept=kept, kept_again=kept_again, read=read
+        numbers=first.numbers,
+        again=again.numbers,
+        outputs=first.outputs,
+        other=again.outputs,
+        kept=first.kept,
+        kept_again=again.kept,
+        read=first.read,
+        uniform=first.uniform,
     )
+
+
+class _Shown(NamedTuple):
+    """What one run of a whole crop shows; as of `WholeRun`."""
+
+    numbers: Mapping[str, Number]
+    outputs: list[Leaf]
+    kept: list[Leaf]
+    read: ReadNumbers
+    uniform: Mapping[Call, Other]
 
 
 def _shown(
@@ -133,7 +165,8 @@ def _shown(
     name: str,
     predicts: bool,
     forced: Forced | None = None,
-) -> tuple[Mapping[str, Number], list[Leaf], list[Leaf], ReadNumbers]:
+    turned: Mapping[Call, Other] = NOTHING_TURNED,
+) -> _Shown:
     mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
     part, before = untouched_run(own.batch, options, runner.device), KeptValues(module)
     with (
@@ -141,14 +174,19 @@ def _shown(
         alone(module, runner.context, part.info, device=runner.device, uneven=own.uneven_entries, seed=seed),
         recorded_numbers(module) as found,
     ):
-        with numbers_read(module, runner.context, name) as read, forcing(forced):
+        tokens = Tokens.of_part(part.info, mesh.layout, None)
+        with (
+            UniformOutcomes(tokens, turned) as outcomes,
+            numbers_read(module, runner.context, name) as read,
+            forcing(forced),
+        ):
             output = run(part.batch, part.info)
         found.returned(output)
         found.attributes(module, world, evaluates=True)
         found.metrics(module, mesh.data_group, world, mesh.token_group)
         outputs, kept = leaves(output) if predicts else [], leaves(before.new())
     runner.end_without_backward()
-    return found.numbers, outputs, kept, read
+    return _Shown(found.numbers, outputs, kept, read, outcomes.found)
 
 
 def decision_of_part(
@@ -169,7 +207,7 @@ def decision_of_part(
 
     def effect(forced: Forced) -> Effect:
         try:
-            numbers, outputs, kept, _ = _shown(
+            numbers, outputs, kept, *_ = _shown(
                 own, runner, run, options, SEED, name=name, predicts=predicts, forced=forced
             )
         except Exception as error:
@@ -214,6 +252,7 @@ def run_part(
     *,
     name: str,
     predicts: bool,
+    turned: Mapping[Call, Other] = NOTHING_TURNED,
 ) -> PartRun:
     """Run a step on this rank's part; say in words what differs of what it returns, where that counts, and keeps. Every rank must call it."""
     mesh, module, world = runner.context.mesh, runner.module, runner.groups.world
@@ -221,7 +260,13 @@ def run_part(
     before = KeptValues(module)
     draws = runner.context.drawn_from(SEED)  # in the global view what one device has drawn
     with together(), isolated(module, runner.device), draws, recorded_numbers(module) as found:
-        with failing_together(module), numbers_read(module, runner.context, name) as read:
+        tokens = Tokens.of_part(sharded.info, sharded.info.layout, mesh.sequence_rank)
+        with (
+            failing_together(module),
+            without_tiles(module) if turned else nullcontext(),  # each call as often as a whole run makes it
+            UniformOutcomes(tokens, turned, follows=True) as outcomes,
+            numbers_read(module, runner.context, name) as read,
+        ):
             output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info))
         found.returned(output)
         found.attributes(module, world, evaluates=True)
@@ -233,7 +278,7 @@ def run_part(
         shown = leaves(whole_output(output, f"{name} returns")) if predicts else []
         keeps = any(comm.gather_objects(bool(before.new()), world))
         kept, why = _whole_values(before, whole_output, f"{name} keeps") if keeps else ([], "")
-    moved = partial(_moved, own, runner, run, options, name=name, predicts=predicts)
+    moved = partial(_moved, own, runner, run, options, name=name, predicts=predicts, turned=turned)
     differ = [_unlike(module, shown, whole.outputs, whole.other), _unlike(module, kept, whole.kept, whole.kept_again)]
     outputs, kept_otherwise = _but_for_rounding(differ, moved, world)
     return PartRun(
@@ -243,6 +288,7 @@ def run_part(
         keeps=keeps,
         read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
         kinds=kinds,
+        uniform=outcomes.found,
     )
 
 
@@ -277,12 +323,12 @@ def _but_for_rounding(
 
 
 def _moved(
-    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, seed: int, *, name: str, predicts: bool
+    own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions, seed: int, **shown: Any
 ) -> tuple[list[Leaf], list[Leaf]]:
     """Return what a whole crop gives, and keeps, with weights that are moved by rounding. Every rank must call it."""
     eps = max(torch.finfo(each.dtype).eps for each in runner.module.parameters() if each.is_floating_point())
     with moved_weights(runner.module, seed, _ROUNDINGS * eps):
-        _, outputs, kept, _ = _shown(own, runner, run, options, SEED, name=name, predicts=predicts)
+        _, outputs, kept, *_ = _shown(own, runner, run, options, SEED, **shown)
     return outputs, kept
 
 

@@ -6,7 +6,7 @@ Of validation and test the numbers, of a prediction what the step returns. Autoc
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,7 @@ from lightning_sp.preflight.crops.crop import Crop, whole_extent
 from lightning_sp.preflight.crops.shared_crop import LONGER_TOKENS, crops_of
 from lightning_sp.preflight.crops.shorter import RunStep
 from lightning_sp.preflight.evaluation.evaluation_runs import (
+    NOTHING_TURNED,
     PartRun,
     WholeOutput,
     WholeRun,
@@ -39,9 +40,12 @@ from lightning_sp.preflight.evaluation.judgement import (
     judge_later_batches,
 )
 from lightning_sp.preflight.evaluation.output_kinds import OutputKinds
+from lightning_sp.preflight.evaluation.shown_outcomes import judge_other_outcomes
 from lightning_sp.preflight.indices.padding import PaddingReadError, check_padding_read
 from lightning_sp.preflight.indices.part_indices import PartIndexError, check_part_indices
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
+from lightning_sp.preflight.recording.hidden_terms import Call
+from lightning_sp.preflight.recording.uniform_outcomes import Other
 from lightning_sp.step.results.output_structure import Kinds
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.step.users_numbers.schedules import MOST_TASKS, structure_of, tasks_of
@@ -94,19 +98,16 @@ def compare_evaluation(
         SequenceParallelError: a monitored number, or an output that counts, is not that of one device.
     """
     patterns, ran_whole = runner.context.last_attention_patterns, False
-
-    def run_on(own: Crop) -> WholeRun:
-        find_others(own, runner, run, options)
-        return run_whole(own, runner, run, options, name=name, predicts=predicts)
-
+    named: dict[str, Any] = {"name": name, "predicts": predicts}
+    run_on = partial(_run_first, runner, run, options, named)
     try:
         with torch.compiler.set_stance("force_eager"), torch.no_grad():
             cut = crops_of(batch, runner, config, options)
             crop, own, whole = _whole_on_a_crop(batch, cut, run_on, runner, config, options)
             ran_whole = True
             _read_ahead(crop, own, options, runner, run, name, may_retry=may_retry)
-            part = run_part(own, runner, run, options, whole, whole_output, name=name, predicts=predicts)
-            decision = decision_of_part(own, runner, run, options, whole, part, name=name, predicts=predicts)
+            part = run_part(own, runner, run, options, whole, whole_output, **named)
+            decision = decision_of_part(own, runner, run, options, whole, part, **named)
     except Exception as error:  # on all ranks; what is wrong with the step itself, it will say itself
         _raise_not_compared(name, error, ran_whole)
     finally:
@@ -115,10 +116,31 @@ def compare_evaluation(
     tried = TriedEvaluation(name, crop, own, monitored, may_retry)
     keeps, agrees = judge(tried, part, runner)
     if is_first and agrees and not runner.context.global_view:
-        of_part = partial(_part_of, runner, run, options, whole_output, name, predicts)
-        judge_later_batches(tried, whole, of_part, runner, options)
+        _judge_as_later(
+            tried, (whole, part), partial(_part_of, runner, run, options, whole_output, named), runner, options
+        )
     _tell_decision(decision, raises=may_retry or predicts)
     return keeps, part.kinds
+
+
+def _run_first(
+    runner: StepRunner, run: RunStep, options: ShardOptions, named: Mapping[str, Any], own: Crop
+) -> WholeRun:
+    find_others(own, runner, run, options)
+    return run_whole(own, runner, run, options, **named)
+
+
+def _judge_as_later(
+    tried: TriedEvaluation,
+    runs: tuple[WholeRun, PartRun],
+    of_part: Callable[..., PartRun],
+    runner: StepRunner,
+    options: ShardOptions,
+) -> None:
+    """Compare the step on tokens and outcomes as later batches may have them."""
+    whole, part = runs
+    judge_later_batches(tried, whole, of_part, runner, options)
+    judge_other_outcomes(tried, whole, part, partial(of_part, tried.own), runner)
 
 
 def _tell_decision(decision: SequenceParallelError | None, *, raises: bool) -> None:
@@ -133,15 +155,15 @@ def _part_of(
     run: RunStep,
     options: ShardOptions,
     whole_output: WholeOutput,
-    name: str,
-    predicts: bool,
+    named: Mapping[str, Any],
     other: Crop,
+    turned: Mapping[Call, Other] = NOTHING_TURNED,
 ) -> PartRun:
-    """Return what a step shows of a rank's part of another crop than the first."""
+    """Return what a step shows of a rank's part of another crop than the first, or of that with other outcomes."""
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         with CheckedIndices():  # what is shown may be an index
-            whole = run_whole(other, runner, run, options, name=name, predicts=predicts)
-        return run_part(other, runner, run, options, whole, whole_output, name=name, predicts=predicts)
+            whole = run_whole(other, runner, run, options, turned=turned, **named)
+        return run_part(other, runner, run, options, whole, whole_output, turned=turned, **named)
 
 
 def _read_ahead(

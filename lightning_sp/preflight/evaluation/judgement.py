@@ -86,7 +86,7 @@ def judge(tried: TriedEvaluation, part: PartRun, runner: StepRunner) -> tuple[bo
     of_ranks: list[PartRun] = comm.gather_objects(part, runner.groups.world)
     numbers = [each.numbers for each in of_ranks]
     runner.context.logged_once.setdefault(tried.name, {}).update(counted_once(numbers))
-    told = _tell_differences(tried, of_ranks, tried.in_words)
+    told = tell_differences(tried, of_ranks, tried.in_words)
     keeps = part.keeps and not any(each.kept for each in of_ranks)
     tokens, may_retry = tried.own.rows * tried.crop.tokens, tried.may_retry
     if may_retry and not runner.context.global_view and (coarse := coarse_numbers(numbers, tokens)):
@@ -124,7 +124,7 @@ def judge_later_batches(
         finally:
             runner.end_without_backward()
             runner.context.last_attention_patterns = patterns
-        _tell_differences(tried, comm.gather_objects(part, world), f"{tried.in_words} with {words}")
+        tell_differences(tried, comm.gather_objects(part, world), f"{tried.in_words} with {words}")
         return True
 
     compared: dict[Entry, Compared] = {}
@@ -134,7 +134,7 @@ def judge_later_batches(
     try_later_batches(tried.crop, tried.own, first_row, compared, options, mesh.layout, attempt)
 
 
-def _tell_differences(tried: TriedEvaluation, of_ranks: list[PartRun], step: str) -> bool:
+def tell_differences(tried: TriedEvaluation, of_ranks: list[PartRun], step: str) -> bool:
     """Raise, or warn of, what is not one device's; return whether something is not."""
     if differ := differences([each.numbers for each in of_ranks]):
         _tell(described(differ, step, tried.monitored), tried.may_retry)

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.global_view.table import name_of
+from lightning_sp.layout import SequenceLayout, positions
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 from lightning_sp.preflight.recording.users_lines import INSTALLED
 
@@ -57,6 +59,21 @@ class Tokens:
     length: int
     piece: int
     positions: Tensor
+
+    @classmethod
+    def of_part(cls, sequence: SequenceInfo, layout: SequenceLayout, rank: int | None, first_row: int = 0) -> Tokens:
+        """Return the tokens of a crop that a rank has.
+
+        Args:
+            sequence: the crop's.
+            layout: of the ranks that share it.
+            rank: among those; None of a run of the whole crop.
+            first_row: as above.
+        """
+        padded = layout.padded_length(sequence.length)
+        at = torch.arange(sequence.length) if rank is None else positions(layout, sequence.padded_length, rank)
+        piece = max(1, padded // layout.multiple)
+        return cls(rows=sequence.rows, first_row=first_row, length=sequence.length, piece=piece, positions=at)
 
     def turned(self, shape: torch.Size, seed: int) -> Tensor | None:
         """Return which outcomes are turned, to be broadcast to a shape; None where it is none of rows and tokens.

@@ -22,6 +22,9 @@ COUNTED = "tests/step/users_numbers/test_counters.py::test_what_comes_later_in_a
 LATER_TOKENS = (
     "tests/preflight/batches/test_later_tokens.py::test_a_step_that_reads_tokens_of_later_batches_trains_as_one_device"
 )
+LATER_EVALUATIONS = (
+    "tests/preflight/batches/test_later_tokens.py::test_evaluations_that_read_tokens_of_later_batches_are_one_devices"
+)
 ALIKE = "tests/preflight/evaluation/test_alike_outputs.py"
 
 PREFLIGHT = (
@@ -1174,8 +1177,8 @@ PREFLIGHT = (
     fault(
         "outcomes that all tokens of first batches have alike, not shown to the step as others",
         "preflight/differences/other_outcomes.py",
-        "    if not calls or _agree(",
-        "    if calls or _agree(",
+        "    if not calls or agree(",
+        "    if calls or agree(",
         f"{LATER_TOKENS}[looked up]",
     ),
     fault(
@@ -1212,6 +1215,13 @@ PREFLIGHT = (
         "preflight/evaluation/first_evaluation.py",
         "    if is_first and agrees and not runner.context.global_view:\n",
         "    if False:\n",
-        "tests/preflight/batches/test_later_tokens.py::test_evaluations_that_read_tokens_of_later_batches_are_one_devices",
+        f"{LATER_EVALUATIONS}[tokens]",
+    ),
+    fault(
+        "evaluations that are shown no other outcomes than the one that all tokens of first batches have",
+        "preflight/evaluation/first_evaluation.py",
+        "    judge_other_outcomes(tried, whole, part, partial(of_part, tried.own), runner)\n",
+        "",
+        f"{LATER_EVALUATIONS}[outcomes]",
     ),
 )

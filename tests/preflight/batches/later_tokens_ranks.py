@@ -131,10 +131,36 @@ class Evaluates(Reads):
         return (batch["input_ids"] == MARK).cumsum(1)
 
 
-def evaluate(world: int, strategy: dict[str, Any] | None) -> dict[str, Tensor]:
+class Opens(Evaluates):
+    """Counts what all tokens of first batches have alike: marks that are looked up, missing numbers, a gate that is shut."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.logits(batch)
+        self.log("share", self.marks[batch["input_ids"]].cumsum(1).double().mean())
+
+    def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.logits(batch)
+        self.elapsed.append(batch["gaps"].isnan().cumsum(1))
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.logits(batch)
+        return (batch["input_ids"].double() / MARK > 0.99).cumsum(1)
+
+
+class Missing(Numbers):
+    """Rows of which later ones lack a number."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        gaps = torch.arange(LENGTH).double() % 5 / 10
+        return {**row, "gaps": gaps.index_fill(0, torch.tensor(9), float("nan")) if index >= LATER else gaps}
+
+
+def evaluate(world: int, strategy: dict[str, Any] | None, opens: bool = False) -> dict[str, Tensor]:
     """Return what a validation logs, a test keeps and a prediction gives."""
     torch.manual_seed(2)
-    module, loader = Evaluates(), DataLoader(Numbers(), batch_size=2)
+    module = Opens() if opens else Evaluates()
+    loader = DataLoader(Missing() if opens else Numbers(), batch_size=2)
     named = {"sequence_dims": {"session_ids": 1, "gaps": 1}}
 
     def trainer() -> Any:

@@ -26,9 +26,10 @@ def test_with_a_ranks_part_alone_it_is_refused_before_the_first_step(pools):
         assert "gives another result on shards than whole" in error
 
 
-def test_evaluations_that_read_tokens_of_later_batches_are_one_devices(pools):
-    [alone] = pools(1).run(ranks.evaluate, 1, None)
-    for found in pools(2).run(ranks.evaluate, 2, {"ring_size": 2, "global_view": "auto"}):
+@pytest.mark.parametrize("opens", [False, True], ids=["tokens", "outcomes"])
+def test_evaluations_that_read_tokens_of_later_batches_are_one_devices(pools, opens):
+    [alone] = pools(1).run(ranks.evaluate, 1, None, opens)
+    for found in pools(2).run(ranks.evaluate, 2, {"ring_size": 2, "global_view": "auto"}, opens):
         for name, wanted in alone.items():
             assert max_error(found[name], wanted) < 1e-10, name
 

@@ -1,0 +1,59 @@
+"""What an evaluation step shows where tokens have other outcomes than the one that all have on its first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_sp import comm
+from lightning_sp.errors import SequenceParallelError, told_error
+from lightning_sp.preflight.differences.other_outcomes import UNSEEN, common_calls, in_words, show_others
+from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
+from lightning_sp.preflight.evaluation.judgement import NotComparedError, TriedEvaluation, tell_differences
+from lightning_sp.preflight.recording.hidden_terms import Call
+from lightning_sp.preflight.recording.uniform_outcomes import Other
+from lightning_sp.step.runner import StepRunner
+
+_Calls = Mapping[Call, Other]
+
+
+def judge_other_outcomes(
+    tried: TriedEvaluation, whole: WholeRun, part: PartRun, run_with: Callable[[_Calls], PartRun], runner: StepRunner
+) -> None:
+    """Compare once more with other outcomes where all tokens have one. Every rank must call it.
+
+    Args:
+        tried: the step on the first batch.
+        whole: what it has shown there.
+        part: likewise, of this rank's part.
+        run_with: runs it on the same crop with others of some calls, whole and on parts.
+        runner: of the model's steps.
+
+    Raises:
+        NotComparedError: it shows other numbers then, or another output, and may be tried in the global view. Else a warning says so.
+    """
+    world = runner.groups.world
+
+    def agree(calls: _Calls) -> bool:
+        words, patterns = in_words(calls), runner.context.last_attention_patterns
+        try:
+            found = run_with(calls)
+        except Exception as error:  # on all ranks
+            if comm.is_of_communication(error):
+                raise
+            rank_zero_info(f"preflight: {tried.name} is not compared {words}: {told_error(error)}")
+            return False
+        finally:
+            runner.end_without_backward()
+            runner.context.last_attention_patterns = patterns
+        try:
+            tell_differences(tried, comm.gather_objects(found, world), f"{tried.in_words}, {words},")
+        except SequenceParallelError as error:
+            told = f"{error}. {UNSEEN}"
+            if tried.may_retry:
+                raise NotComparedError(told, of_numbers=True) from error
+            rank_zero_warn(told)  # what nobody has seen yet is no reason to end a run
+        return True
+
+    show_others(common_calls(whole.uniform, part.uniform, world), agree)

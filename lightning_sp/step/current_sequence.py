@@ -35,6 +35,8 @@ from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, repla
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
 from lightning_sp.trainer.loops import evaluated_step, monitored_names, names_of_sum
 from lightning_sp.trainer.optimizers.state_of_weights import states_by_weight
+from lightning_sp.users_code.ownership import is_called_by_user
+from lightning_sp.users_line import users_place
 
 _NOT_GIVEN: Any = object()
 
@@ -134,19 +136,26 @@ class CurrentSequence:
     def reduce(self, tensor: Any, group: Any | None = _NOT_GIVEN, reduce_op: Any = "mean") -> Any:
         """Reduce a number over the ranks, as Lightning does.
 
-        What `self.log(reduce_fx="sum", sync_dist=True)` gives counts once where the ranks of a sequence have it together: `LoggedSums`, or where
-        they have run the same rows. `self.log` says that it names no group; who calls this by hand says nothing, and gets the sum of all ranks.
+        A sum counts once where the ranks of a sequence have it together: `LoggedSums`, or where they have run the same rows. So it is where
+        `self.log` asks, which says that it names no group, and where a user's own line does. A library that says nothing counts ranks.
         """
+        by_hand = group is _NOT_GIVEN and isinstance(tensor, Tensor) and is_called_by_user()
+        if by_hand and self._runner is not None and self._steps.context.reference is not None:
+            return tensor  # a trial of one device's step
         total = partial(super().reduce, group=None if group is _NOT_GIVEN else group, reduce_op="sum")  # type: ignore[misc]
+        if by_hand and reduce_op in ("sum", dist.ReduceOp.SUM):
+            return self._filler_logs.reduced(tensor, "sum", partial(self._reduced, None, place=users_place()), total)
         return self._filler_logs.reduced(tensor, reduce_op, partial(self._reduced, group), total)
 
-    def _reduced(self, group: Any | None, tensor: Any, reduce_op: Any) -> Any:
+    def _reduced(self, group: Any | None, tensor: Any, reduce_op: Any, *, place: str = "") -> Any:
         logged, group = group is None, None if group is _NOT_GIVEN else group
         if group is None and reduce_op == "sum" and self._mesh is not None:
             if self._batch is not None and self._batch.is_whole:
                 group = self._mesh.data_group
-            elif logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and tensor.numel() == 1:
-                return self._add_up(tensor)
+            elif (
+                logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and (place or tensor.numel() == 1)
+            ):
+                return self._add_up(tensor, place)
             else:
                 group = self._mesh.token_group
         return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
@@ -173,12 +182,12 @@ class CurrentSequence:
             found = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
         return found if counted is None else found[torch.tensor(counted, device=found.device)]
 
-    def _add_up(self, number: Tensor) -> Tensor:
-        """Return the sum of a logged number, of which its values and its name tell how it adds up."""
+    def _add_up(self, number: Tensor, place: str) -> Tensor:
+        """Return the sum of a number, of which its values tell how it adds up, and its name; by hand at a place it has none."""
         trainer = self._module.trainer
         whole = self._views.sees_whole(evaluated_step(trainer))
-        names = names_of_sum(trainer, number)
-        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names, is_whole=whole)
+        names = () if place else names_of_sum(trainer, number)
+        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names, is_whole=whole, place=place)
 
     def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of Lightning's strategy; what it logs is known where it is added up."""

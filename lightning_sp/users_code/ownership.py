@@ -55,6 +55,11 @@ def is_file_of_user(module: str) -> bool:
     return not any(folder in file for folder in _INSTALLED)
 
 
+def is_called_by_user() -> bool:
+    """Return whether the function that asks was called by a line of the user's own, by no library's."""
+    return is_file_of_user(sys._getframe(2).f_globals.get("__name__", ""))
+
+
 def key_text(key: Any) -> str:
     """Return a key of a dict as a user would write it. That of a weight, by which a step may keep something, is not printed: FSDP2 frees it."""
     return repr(key) if type(key) is str else plain_text(key)

@@ -3,7 +3,7 @@ sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,18 +25,22 @@ class LazyDataLoader(DataLoader[Any]):
     differ, for dropout. So each batch is drawn from a seed of its own, the same on the ranks that share it, whatever a resume begins with.
 
     Attributes:
+        follow_users: looks, before an epoch, at what the user has changed of the loader in whose place this one is.
         seeds: what the seeds of batches are made of, beside their epoch and number; None where no ranks share samples.
     """
 
+    follow_users: Callable[[], None] | None = None
     seeds: tuple[int, ...] | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the batches that are left in the epoch.
 
         Raises:
-            SequenceParallelError: the dataset has another number of samples than when its order was made.
+            SequenceParallelError: the dataset has another number of samples than when its order was made, or the loader another batch size.
         """
         self._check_length()
+        if self.follow_users is not None:
+            self.follow_users()
         prepare_workers(self)
         with named_workers():
             yield from super().__iter__() if self.seeds is None else self._drawn_alike(self.seeds)

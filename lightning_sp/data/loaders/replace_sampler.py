@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import (
     BatchSampler,
@@ -21,6 +21,7 @@ from lightning_sp.data.loaders.lazy_loader import LazyDataLoader
 from lightning_sp.data.samplers.batch_split import BatchSplit, Last
 from lightning_sp.data.samplers.evaluation_sampler import EvaluationBatchSampler
 from lightning_sp.data.samplers.training_sampler import GlobalBatchSampler, SequentialGlobalBatchSampler
+from lightning_sp.errors import SequenceParallelError
 
 
 def has_our_sampler(loader: Any) -> bool:
@@ -91,13 +92,48 @@ def replace_sampler(
     )
     if comm.size_of(coordinates.sequence_group) > 1:
         found.seeds = seed, coordinates.dp_rank, int(training)
-    # What users read of their loader through the Trainer; torch forbids to set the first two.
+    # What users read of their loader, and of its batch sampler, through the Trainer; torch forbids to set the first two of a loader.
     for name, value in {"batch_size": batches.batch_size, "drop_last": batches.drop_last}.items():
         object.__setattr__(found, name, value)
+        setattr(sampler, name, value)
     for name in vars(loader).keys() - vars(found).keys():
         if not name.startswith("_"):  # Lightning's own
             setattr(found, name, vars(loader)[name])
+    found.follow_users = _Changes(found, loader).follow
     return found
+
+
+class _Changes:
+    """What a user changes, between epochs, of a loader that another stands for; a class because it remembers the last.
+
+    Args:
+        found: the loader in its place.
+        users: the user's own, of which a module or a data module may keep hold.
+    """
+
+    def __init__(self, found: LazyDataLoader, users: DataLoader[Any]) -> None:
+        self._found, self._users = found, users
+        self._collate, self._marks = users.collate_fn, cast(FillerCollate, found.collate_fn)
+
+    def follow(self) -> None:
+        """Collate as the user's loader does by now.
+
+        Raises:
+            SequenceParallelError: its batches have another size than when their order was made.
+        """
+        found, users, marks = self._found, self._users, self._marks
+        for batches in (_innermost(users.batch_sampler), found.batch_sampler):
+            size, last = (getattr(batches, name, getattr(found, name)) for name in ("batch_size", "drop_last"))
+            if (size, last) != (found.batch_size, found.drop_last):
+                raise SequenceParallelError(
+                    f"the loader's batch sampler has batch_size={size}, drop_last={last}, and had batch_size={found.batch_size}, "
+                    f"drop_last={found.drop_last} when the order of its samples was made, which a resume and the accumulation go by; give "
+                    "train_dataloader the size of each epoch, with Trainer(reload_dataloaders_every_n_epochs=1), or keep it for a run"
+                )
+        if users.collate_fn is not self._collate:
+            self._collate = found.collate_fn = users.collate_fn
+        if not isinstance(found.collate_fn, FillerCollate):  # set by the user, here or through the Trainer
+            found.collate_fn = FillerCollate(found.collate_fn, trains=marks.trains, fillers_come=marks.fillers_come)
 
 
 def described_order(loader: DataLoader[Any]) -> str:

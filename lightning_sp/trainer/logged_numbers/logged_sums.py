@@ -70,44 +70,60 @@ class LoggedSums:
         names: Collection[str] = (),
         *,
         is_whole: bool = False,
+        place: str = "",
     ) -> Tensor:
         """Return the sum of a number of which its values tell how it adds up. Every rank must call it.
 
         Args:
-            value: of this rank, one number.
+            value: of this rank: one number, by hand more.
             mesh: of the run.
             world: all ranks, on a backend for host objects.
             names: under which it may be logged, where no step is logging it now.
             is_whole: it is of a kind of step that sees whole sequences, as its hooks do.
+            place: the user's line that adds it up by hand; empty where it is logged.
 
         Communicates: the value of each rank.
         """
         # Ranks that split weights log the same.
-        numbers = comm.gather_objects(float(value), world)[:: mesh.tensor_parallel_size]
-        of_ranks = torch.tensor(numbers, dtype=torch.float64).view(-1, mesh.layout.size)
+        numbers = comm.gather_objects(_exact(value), world)[:: mesh.tensor_parallel_size]
+        of_ranks = torch.stack(numbers).view(-1, mesh.layout.size, *value.shape)
         alike = bool((of_ranks == of_ranks[:, :1]).all()) and bool(of_ranks.any())
-        if alike and is_whole:
-            return of_ranks[:, 0].sum().to(value)
-        if not alike or self._is_told(names):
-            return of_ranks.sum().to(value)
-        once = bool((of_ranks != of_ranks.round()).any())
+        if not alike or (not is_whole and not place and self._is_told(names)):
+            return of_ranks.sum((0, 1)).to(value)
+        once = is_whole or bool((of_ranks != of_ranks.round()).any())
+        if not is_whole:
+            self._warn(of_ranks[0, 0], mesh, names, once=once, place=place)
+        if not once:
+            return of_ranks.sum((0, 1)).to(value)
+        # Of one group it is what this rank has, with its graph: one device's.
+        return value if len(of_ranks) == 1 and place else of_ranks[:, 0].sum(0).to(value)
+
+    def _warn(self, value: Tensor, mesh: SequenceMesh, names: Collection[str], *, once: bool, place: str) -> None:
+        taken = "the whole sequence's, and counts once" if once else "each rank's own, and added up over all ranks"
         name = self._name or ", ".join(sorted(names)) or "a number"
-        if name not in self._warned:
-            self._warned.add(name)
-            taken = "the whole sequence's, and counts once" if once else "each rank's own, and added up over all ranks"
-            rank_zero_warn(
-                f'{name}, logged with reduce_fx="sum", sync_dist=True, is {float(of_ranks[0, 0]):g} on each of the {mesh.layout.size} ranks of '
-                f"a sequence, and no trial has told whose it is. It is taken for {taken}. "
-                "sync_dist_group=self.trainer.strategy.data_parallel_group counts it once, sync_dist_group=torch.distributed.group.WORLD says "
-                "that it is each rank's own"
-            )
-        of_ranks = of_ranks[:, :1] if once else of_ranks
-        return of_ranks.sum().to(value)
+        given = f'{name}, logged with reduce_fx="sum", sync_dist=True,'
+        topic, group = (place, "group") if place else (name, "sync_dist_group")
+        if place:
+            given = f'what strategy.reduce(..., reduce_op="sum") is given ({place})'
+        if topic in self._warned:
+            return
+        self._warned.add(topic)
+        shown = f"{float(value):g}" if value.numel() == 1 else "the same"
+        rank_zero_warn(
+            f"{given} is {shown} on each of the {mesh.layout.size} ranks of a sequence, and no trial has told whose it is. It is taken for "
+            f"{taken}. {group}=self.trainer.strategy.data_parallel_group counts it once, {group}=torch.distributed.group.WORLD says that it is "
+            "each rank's own"
+        )
 
     def _is_told(self, names: Collection[str]) -> bool:
         """Return whether the preflight has told that each rank has a part of it."""
         names = names if self._name is None else [self._name]
         return bool(names) and self._of_ranks.issuperset(names)
+
+
+def _exact(value: Tensor) -> Tensor:
+    value = value.detach().cpu()
+    return value.double() if value.is_floating_point() else value
 
 
 def _follow_group(module: LightningModule, name: str, group: ProcessGroup) -> None:

@@ -83,8 +83,8 @@ LOSS = (
     fault(
         "a hook's whole number of the global view counted for each rank",
         "trainer/logged_numbers/logged_sums.py",
-        "        if alike and is_whole:\n",
-        "        if False:\n",
+        "        once = is_whole or bool(",
+        "        once = bool(",
         "tests/trainer/logged_numbers/test_logged_sums.py::"
         "test_in_the_global_view_what_ranks_have_alike_is_theirs_together",
     ),

@@ -651,9 +651,16 @@ USERS = (
         f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
     ),
     fault(
+        "counts that a hook adds up by hand in the global view, once for each rank",
+        "step/current_sequence.py",
+        "        by_hand = group is _NOT_GIVEN and isinstance(tensor, Tensor) and is_called_by_user()\n",
+        "        by_hand = False\n",
+        "tests/trainer/logged_numbers/test_logged_sums.py::test_in_the_global_view_what_ranks_have_alike_is_theirs_together",
+    ),
+    fault(
         "a fraction of tokens that the preflight has told is each rank's own, counted once",
         "trainer/logged_numbers/logged_sums.py",
-        "        if not alike or self._is_told(names):\n",
+        "        if not alike or (not is_whole and not place and self._is_told(names)):\n",
         "        if not alike:\n",
         "tests/trainer/logged_numbers/test_logged_sums.py::test_the_preflight_tells_parts_from_what_ranks_have_together",
     ),

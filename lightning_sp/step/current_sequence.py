@@ -152,9 +152,7 @@ class CurrentSequence:
         if group is None and reduce_op == "sum" and self._mesh is not None:
             if self._batch is not None and self._batch.is_whole:
                 group = self._mesh.data_group
-            elif (
-                logged and self._mesh.layout.size > 1 and isinstance(tensor, Tensor) and (place or tensor.numel() == 1)
-            ):
+            elif logged and self._mesh.layout.size > 1 and (place or _is_number(tensor)):
                 return self._add_up(tensor, place)
             else:
                 group = self._mesh.token_group
@@ -277,3 +275,7 @@ def _check_shapes(of_ranks: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> No
             f"all_gather of tensors that differ between ranks ({listed}): must have one shape and dtype on all, and data-parallel groups may "
             "have unequally many samples; pad them, use a torchmetrics metric (CatMetric), or lightning_sp.reductions.gather_rows in the step"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1

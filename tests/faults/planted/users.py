@@ -651,6 +651,13 @@ USERS = (
         f"{BEHAVIOURS}::test_what_was_wrong_once[most]",
     ),
     fault(
+        "a schedule made of ranks that share a sequence, without a word",
+        "trainer/processes/counted_ranks.py",
+        "            if size != groups and",
+        "            if False and",
+        "tests/trainer/processes/test_counted_ranks.py::test_a_number_of_ranks_that_share_sequences_is_said_to_be_one[sequence]",
+    ),
+    fault(
         "counts that a hook adds up by hand in the global view, once for each rank",
         "step/current_sequence.py",
         "        by_hand = group is _NOT_GIVEN and isinstance(tensor, Tensor) and is_called_by_user()\n",

@@ -71,8 +71,8 @@ class MemoryOptions:
             `activation_offload` "host" or "disk" it is "selective".
         memory_budget_gib: Memory of a rank that "auto" may fill, in GiB. "auto": nine tenths of the device's; on a CPU of the machine's, or of
             its cgroup's limit, divided by the ranks there. A budget that you give and nothing fits is refused; one by "auto" is warned of.
-        mlp_tile_tokens: Tokens of a tile in which the MLPs and norms of blocks are computed, and recomputed in the backward: of what they save
-            beside their input one tile's is alive. "auto": as many as the MLP's input has features. None: whole. "as_needed": whole, and as
+        mlp_tile_tokens: Tokens of a tile in which MLPs, experts and norms of blocks are computed, and recomputed in the backward: of what they
+            save beside their input one tile's is alive. "auto": as many as the MLP's input has features. None: whole. "as_needed": whole, and as
             "auto" where `activation_checkpointing="auto"` finds no other room.
         stage_inputs: What the backward has of the q, k and v that a stage of `ulysses_stages` attends with. "saved": all of them, as they were
             exchanged. "recomputed": none; each stage is projected, rotated and exchanged again, so that of q, k and v one stage's are alive,

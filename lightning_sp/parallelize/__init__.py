@@ -84,7 +84,7 @@ from lightning_sp.parallelize.tensor_parallel import (
     tensor_parallel,
     with_whole_weights,
 )
-from lightning_sp.parallelize.tiled_mlp import MlpTiles, tile_mlps, without_tiles
+from lightning_sp.parallelize.tiles import MlpTiles, tile_mlps, without_tiles
 from lightning_sp.parallelize.transformer_blocks import transformer_blocks
 
 __all__ = [

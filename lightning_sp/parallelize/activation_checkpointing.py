@@ -47,7 +47,7 @@ from lightning_sp.parallelize.memory.memory_prediction import CANDIDATES, OF_COM
 from lightning_sp.parallelize.memory.model_bytes import vocabulary_of
 from lightning_sp.parallelize.recomputation.same_dtype import in_the_same_dtype
 from lightning_sp.parallelize.recomputation.state_of_blocks import BlockState, once
-from lightning_sp.parallelize.tiled_mlp import MlpTiles
+from lightning_sp.parallelize.tiles import MlpTiles
 from lightning_sp.weights.matmuls import KeptResults, is_kept
 
 # The attribute of a model that holds its `BlockCheckpoints`.

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import stateless
@@ -19,6 +20,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.mesh import tensor_parallel_part
 from lightning_sp.parallelize.activation_checkpointing import without_checkpoints
 from lightning_sp.parallelize.fsdp.dtensor.outside_weights import WeightShard, whole_outputs_of
+from lightning_sp.parallelize.tiles import without_tiles
 
 # Of hooks that gather or free parameters, and of those that stand for them.
 _HOOKS = ("torch.distributed.fsdp.", "lightning_sp.parallelize.fsdp.")
@@ -44,7 +46,10 @@ def _functional_call(
     """
     own = {name: each for name, each in module.named_parameters(remove_duplicate=False) if isinstance(each, DTensor)}
     if not own and not any(isinstance(each, (DTensor, WeightShard)) for each in given.values()):
-        return original(module, given, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return original(module, given, *args, **kwargs)
+        with without_tiles(module):
+            return original(module, given, *args, **kwargs)
     if split := [name for name, each in own.items() if tensor_parallel_part(each)[1] is not None]:
         raise SequenceParallelError(
             f"torch.func.functional_call of a module with {len(split)} weights that tensor_parallel_size splits ({split[0]}): its layers "
@@ -53,7 +58,8 @@ def _functional_call(
     # One gather for weights that modules share.
     shared: dict[int, Tensor] = {}
     tensors = {name: shared.setdefault(id(each), whole_outputs_of(each)) for name, each in {**own, **given}.items()}
-    with _without_hooks(module), without_checkpoints(module):
+    # What is computed again in the backward would read the module's own weights.
+    with _without_hooks(module), without_checkpoints(module), without_tiles(module):
         return original(module, tensors, *args, **kwargs)
 
 

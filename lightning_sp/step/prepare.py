@@ -207,10 +207,14 @@ def with_gathers(module: nn.Module, config: StrategyConfig) -> StrategyConfig:
 def _tile(module: nn.Module, blocks: list[nn.Module], tile_tokens: int | Literal["auto"] | None) -> None:
     if tile_tokens is None:
         return
-    num_mlps = tile_mlps(blocks, tile_tokens, module)
+    num_blocks = tile_mlps(blocks, tile_tokens, module)
     rank_zero_info(
-        f"sequence_parallel: {num_mlps} MLPs of {len(blocks)} blocks run in tiles of tokens"
-        + ("" if num_mlps >= len(blocks) else "; one with dropout, or written out in its block, runs whole")
+        f"sequence_parallel: MLPs of {num_blocks} of {len(blocks)} blocks run in tiles of tokens"
+        + (
+            ""
+            if num_blocks == len(blocks)
+            else "; one with dropout or a capacity, or written out in its block, runs whole"
+        )
     )
 
 

@@ -139,6 +139,10 @@ PLANTED = {
         "trainer/logged_numbers/logged_sums.py",
         "from lightning_sp.trainer.logged_numbers import row_metrics",
     ),
+    "Inside parallelize.tiles": (
+        "parallelize/tiles/structure.py",
+        "from lightning_sp.parallelize.tiles import of_blocks",
+    ),
     "Inside parallelize.memory": (
         "parallelize/memory/memory_budget.py",
         "from lightning_sp.parallelize.memory import model_bytes",

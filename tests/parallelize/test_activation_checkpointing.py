@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.activation_checkpointing import checkpoint_blocks
-from lightning_sp.parallelize.tiled_mlp import TiledMLP
+from lightning_sp.parallelize.tiles import Tileable, TiledMLP
 from lightning_sp.testing import max_error
 from lightning_sp.weights.matmuls import is_kept, least_inner_size
 from tests.parallelize import checkpointing_ranks as ranks
@@ -109,7 +109,7 @@ def test_a_block_is_recomputed_in_the_default_dtype_of_its_forward(policy, dtype
         block = OwnDtype().to(dtype)
         x = torch.randn(2, 6, 8).to(dtype).requires_grad_()
         if tiles and each != "none":
-            block.forward = TiledMLP(block, block.forward, 4)
+            block.forward = TiledMLP(Tileable(module=block, inputs=("x",)), block.forward, 4)
         model = nn.Sequential(block)
         checkpoint_blocks(model, [block], each)
         torch.set_default_dtype(dtype)

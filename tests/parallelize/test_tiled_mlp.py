@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_sp.parallelize.tiled_mlp import MlpTiles, TiledMLP, tile_mlps, without_tiles
+from lightning_sp.parallelize.functional_calls import functional_calls_of_whole_weights
+from lightning_sp.parallelize.tiles import MlpTiles, TiledMLP, tile_mlps, without_tiles
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.trainer import scenarios
 from tests.trainer.test_fit import same_run
@@ -222,6 +224,21 @@ def test_an_mlp_that_is_called_by_the_name_of_its_input_runs_in_tiles():
     with WidestTensor() as widest:
         mlp(x=x)
     assert widest.elements == 24 * 4
+
+
+def test_a_call_with_other_weights_computes_no_tile_again():
+    """The backward would compute it with the module's own."""
+    torch.manual_seed(0)
+    block, x, found = Block(MLP()).double(), torch.randn(1, 16, 8, dtype=torch.float64), []
+    for tile_tokens in (None, 4):
+        if tile_tokens is not None:
+            tile_mlps([block], tile_tokens)
+        weights = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
+        with functional_calls_of_whole_weights():
+            for _ in range(2):  # the first one tries
+                out = functional_call(block, weights, (x,)).square().sum()
+        found.append([out.detach(), *torch.autograd.grad(out, list(weights.values()))])
+    assert_sharded_equals_unsharded(found[1], found[0], ["out", *weights])
 
 
 @pytest.mark.slow

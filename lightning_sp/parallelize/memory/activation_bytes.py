@@ -8,7 +8,7 @@ Casts of weights are counted by themselves, as far as they are alive when the fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from lightning_sp.attention.staged import SAVED_OPERATORS
 from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.memory.memory_prediction import BlockBytes, StepBytes
 from lightning_sp.parallelize.memory.weight_casts import WeightCasts, storage_key
-from lightning_sp.parallelize.tiled_mlp import MlpTiles, TiledMLP
+from lightning_sp.parallelize.tiles import MlpTiles, TiledMLP
 
 # A loss over a vocabulary has its logits three times at the peak: as it saved them, their gradient, and that of what it was computed from.
 # A loss in chunks saves none.
@@ -127,13 +127,15 @@ class _InTiles:
         # Of each, what it has saved, and the share of a tile in its tokens.
         self._found: list[tuple[dict[int, torch.UntypedStorage], float]] = []
 
-    def run(self, tiled: TiledMLP, x: Tensor) -> Any:
+    def run(self, tiled: TiledMLP, given: Sequence[Tensor]) -> Any:
         """Run one."""
         inside: dict[int, torch.UntypedStorage] = {}
         with _saved_into(inside):
-            output = tiled.forward(x)
+            output = tiled.forward(*given)
         self._saved.update(inside)
-        inside.pop(storage_key(x), None)  # tiles are cut of it
+        for each in given:
+            inside.pop(storage_key(each), None)  # tiles are cut of it
+        x = given[0]
         if num_tokens := x[..., 0].numel():
             self._found.append((inside, tiled.tokens_of_tile(x.shape[-1]) / num_tokens))
         return output

@@ -15,7 +15,7 @@ from lightning_sp.mesh import gathered_shape
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
 from lightning_sp.parallelize.memory.memory_prediction import ModelBytes, StepBytes, estimated_step
-from lightning_sp.parallelize.tiled_mlp import MlpTiles
+from lightning_sp.parallelize.tiles import MlpTiles
 
 # What an optimizer keeps for each element of a parameter, by the name of its class; others are taken for Adam.
 _STATES = {"SGD": 1, "Adagrad": 1, "Adafactor": 1, "Lion": 1}

@@ -82,8 +82,8 @@ RECOMPUTED_STATE = (
     ),
     fault(
         "an MLP that counts each of its tiles",
-        "parallelize/tiled_mlp.py",
-        "        if not leaves_alone(self.module, partial(self.forward, few)):\n",
+        "parallelize/tiles/trial.py",
+        "        if not is_left:\n",
         "        if False:\n",
         "tests/parallelize/test_tiled_mlp.py::test_one_that_writes_to_what_it_keeps_runs_whole[True]",
     ),

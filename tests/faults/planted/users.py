@@ -582,16 +582,16 @@ USERS = (
     ),
     fault(
         "norms beside MLPs in tiles, whole",
-        "parallelize/tiled_mlp.py",
+        "parallelize/tiles/of_blocks.py",
         "        for each in (*mlps, *norms):\n",
         "        for each in mlps:\n",
         "tests/parallelize/test_tiled_mlp.py::test_a_norm_beside_an_mlp_saves_its_input_alone_and_one_of_single_heads_is_left_alone",
     ),
     fault(
         "an MLP over other tokens in tiles",
-        "parallelize/tiled_mlp.py",
-        "        if not self._is_per_token:\n",
-        "        if False:\n",
+        "parallelize/tiles/tiled_mlp.py",
+        "        if not self._is_per_token(given, length):\n",
+        "        self._is_per_token(given, length)\n        if False:\n",
         "tests/parallelize/test_tiled_mlp.py::test_an_mlp_that_looks_at_other_tokens_runs_whole_and_is_named",
     ),
     fault(

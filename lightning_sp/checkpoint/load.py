@@ -52,7 +52,7 @@ def load_checkpoint(
     with_optimizers: bool,
     strict: bool = True,
     adapted: bool = False,
-    weights_only: bool = True,
+    weights_only: bool | None = None,
     read: Callable[..., dict[str, Any]] | None = None,
     group: ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -64,7 +64,8 @@ def load_checkpoint(
         with_optimizers: their state is read, too; else the model alone (evaluation).
         strict: refuse names that are only in the checkpoint or only in the model.
         adapted: code of the user's changes the model's state before it is loaded: all of it is read, and nothing of it refused.
-        weights_only: given to `torch.load` of a file; of a folder nothing but plain values is loaded.
+        weights_only: given to `torch.load` of a file, which takes None for True, unless its environment says otherwise; of a folder plain
+            values alone are loaded.
         read: of the user's, on every rank, for what is no folder of ours.
         group: the world, on a backend for host objects.
 
@@ -127,7 +128,7 @@ def _folder(path: Path | str, read: Callable[..., Any] | None) -> Location | Non
     return None if path.is_file() or (read is not None and not is_folder_checkpoint(path)) else path
 
 
-def _read_whole(path: Path | str, read: Callable[..., Any] | None, weights_only: bool) -> dict[str, Any]:
+def _read_whole(path: Path | str, read: Callable[..., Any] | None, weights_only: bool | None) -> dict[str, Any]:
     """Return the checkpoint in a file, or what a plugin reads, its model by the user's names."""
     found = read_by(read, path, weights_only) if read is not None else read_file(local_path(path), weights_only)
     return {**found, "state_dict": by_user_name(found["state_dict"])}

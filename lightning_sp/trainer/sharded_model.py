@@ -344,7 +344,7 @@ class ShardedModelStrategy(ProcessStrategy):
             with_optimizers=fitting,
             strict=module.strict_loading,
             adapted=is_overridden("on_load_checkpoint", module) or loads_by_own_rules(module),
-            weights_only=weights_only is not False,
+            weights_only=weights_only,
             read=None if io is None else io.load_checkpoint,
             group=self._groups.world,
         )

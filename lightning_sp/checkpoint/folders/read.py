@@ -22,8 +22,8 @@ _OF_WEIGHTS = (
 )
 
 
-def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
-    """Return the checkpoint in a single file, its tensors mapped from it.
+def read_file(path: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """Return the checkpoint in a single file, its tensors mapped from it; of plain values alone, unless the user says or torch's environment.
 
     Raises:
         SequenceParallelError: the file is damaged, or no checkpoint of a Trainer.
@@ -37,7 +37,9 @@ def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
     except (RuntimeError, pickle.UnpicklingError, EOFError, zipfile.BadZipFile, OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         trusted = (
-            "; trainer.fit(..., weights_only=False) reads others, if you trust who wrote it" if weights_only else ""
+            "; trainer.fit(..., weights_only=False) reads others, if you trust who wrote it"
+            if weights_only is not False
+            else ""
         )
         raise SequenceParallelError(
             f"checkpoint {path} ({path.stat().st_size} bytes) cannot be read: damaged, half-written or not plain values alone: {reason}"
@@ -47,7 +49,7 @@ def read_file(path: Path, weights_only: bool = True) -> dict[str, Any]:
     return checkpoint
 
 
-def read_by(read: Callable[..., Any], path: Path | str, weights_only: bool = True) -> dict[str, Any]:
+def read_by(read: Callable[..., Any], path: Path | str, weights_only: bool | None = None) -> dict[str, Any]:
     """Return the checkpoint that a user's plugin reads.
 
     Raises:

@@ -176,7 +176,7 @@ def test_links_strangers_and_an_empty_manifest_are_refused(folder):
     refused(folder, "its manifest lists 0 files and no meta.pt")
 
 
-def test_a_file_with_other_values_names_the_argument_that_reads_it(tmp_path):
+def test_a_file_with_other_values_names_the_argument_that_reads_it(tmp_path, monkeypatch):
     file = tmp_path / "x.ckpt"
     torch.save({"state_dict": {}, "loops": {}, "hyper_parameters": Path}, file)
     with pytest.raises(
@@ -184,3 +184,8 @@ def test_a_file_with_other_values_names_the_argument_that_reads_it(tmp_path):
     ):
         read_file(file)
     assert read_file(file, weights_only=False)["hyper_parameters"] is Path
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    with pytest.warns(UserWarning, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+        assert read_file(file)["hyper_parameters"] is Path
+    with pytest.raises(SequenceParallelError):
+        read_file(file, weights_only=True)

@@ -28,7 +28,8 @@ class SequenceInfo:
         positions_given: the batch's loader gave them.
         documents_declared: the user said that positions which restart begin documents.
         shift_labels: this rank's targets, (B, s), None where the batch has no labels.
-        attention_mask: this rank's part of the batch's padding mask, (B, s); None where the batch has none.
+        attention_mask: this rank's part of the batch's padding mask as its loader gave it, (B, s), bool; None where the batch has none. In
+            memory of its own: a step may change the batch's in place.
         valid: the run of keys that the padding mask leaves visible in each row, (B, 2); None where it hides none, or leaves more than a run.
         visible_keys: the keys that it leaves visible, whole, (B, S), bool, where they are more than a run; else None.
         layout: which tokens each rank holds.

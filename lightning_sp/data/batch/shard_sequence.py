@@ -112,7 +112,7 @@ def shard_sequence(
         positions_given=given,
         documents_declared=options.packed_documents is True,
         shift_labels=local_labels,
-        attention_mask=None if mask is None or mask.dim() != 2 else local[sequence.mask_name],
+        attention_mask=None if mask is None or mask.dim() != 2 else local[sequence.mask_name] != 0,
         valid=visible.run,
         visible_keys=visible.each,
         layout=layout,

@@ -73,12 +73,7 @@ def requested_mask(
     # A window that holds the whole sequence hides nothing.
     parts = [p for p in found if p.size is None or p.size < batch.padded_length]
     padding = kwargs.get("attention_mask")
-    hides = padding is not None and (batch.hides_keys or not batch.has_attention_mask)
-    if hides:
-        # Only a shard's own rank knows its values: all ranks of the sequence refuse what one refuses. Ranks of other sequences do not take part:
-        # their batch may hide nothing.
-        comm.agree(_wrong_padding(context, batch, padding), context.mesh.sequence_group)
-        hides = batch.hides_keys
+    hides = padding is not None and _hides_padding(context, batch, padding)
     sizes: dict[str, int] = {}
     functions: list[_MaskFunction] = []
     # Where the model does not get the batch's padding mask, transformers does not count from it.
@@ -201,6 +196,16 @@ def _counts_within_documents() -> bool:
     return hasattr(masking_utils, "remap_positions_for_packed_sequence")
 
 
+def _hides_padding(context: SequenceContext, batch: SequenceInfo, padding: Tensor) -> bool:
+    """Return whether the batch's padding hides tokens, which what reached the model must hide too. Every rank of a sequence must call it."""
+    # One that should hide nothing is looked at, too: transformers waits for the device there as well.
+    if batch.hides_keys or not (batch.has_attention_mask and torch.compiler.is_compiling()):
+        # Only a shard's own rank knows its values: all ranks of the sequence refuse what one refuses. Ranks of other sequences do not take part:
+        # their batch may hide nothing.
+        comm.agree(_wrong_padding(context, batch, padding), context.mesh.sequence_group)
+    return batch.hides_keys
+
+
 def _wrong_padding(context: SequenceContext, batch: SequenceInfo, padding: Any) -> str | None:
     """Return what is wrong with the padding mask of this rank's tokens that reached the model: it must be the batch's own, known whole.
 
@@ -212,16 +217,19 @@ def _wrong_padding(context: SequenceContext, batch: SequenceInfo, padding: Any) 
     if not batch.hides_keys:
         if bool((padding.bool() | beyond).all()):
             return None
+        has = "that of the batch hides none" if batch.has_attention_mask else "the batch has none"
         return (
-            f"a padding mask of shape {tuple(padding.shape)} that hides tokens reached the model, and the batch has none: from a rank's part "
-            f"alone the whole is not known; give it as the batch's attention_mask (a decoder's as decoder_attention_mask){untold}"
+            f"a padding mask of shape {tuple(padding.shape)} that hides tokens reached the model, and {has}: from a rank's part "
+            "alone the whole is not known; give it as the batch's attention_mask (a decoder's as decoder_attention_mask), or use "
+            f"global_view=True, in which a step may make it{untold}"
         )
     assert batch.attention_mask is not None
     given = batch.attention_mask
     if padding.shape != given.shape or bool(((padding.bool() != given.bool()) & ~beyond).any()):
         return (
             f"the padding mask of shape {tuple(padding.shape)} that reached the model is not the batch's attention_mask: one made in "
-            f"training_step cannot be carried; change the batch before it is sharded{untold}"
+            "training_step cannot be carried on a rank's part; change the batch before it is sharded, or use global_view=True, in which a step "
+            f"may make it{untold}"
         )
     return None
 

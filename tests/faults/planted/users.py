@@ -16,6 +16,9 @@ SUMMED = "tests/trainer/processes/test_collectives.py::test_what_would_count_the
 OPTIONS = "tests/trainer/whole_runs/test_lightning_options.py"
 RECIPES = "tests/parallelize/delayed_init/test_recipes.py"
 MADE = f"{RECIPES}::test_what_is_made_from_a_recipe_is_what_the_lines_make"
+CHANGED_MASKS = (
+    "tests/rewrite/hugging_face/test_changed_masks.py::test_on_parts_it_is_refused_at_the_step_that_hides_more"
+)
 UPDATE = (
     "tests/step/agreement/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 )
@@ -438,6 +441,20 @@ USERS = (
         "with patch.dict(names, {_COMPILES: lambda: True}):",
         "with patch.dict(names, {}):",
         "tests/rewrite/hugging_face/media/test_expansion.py::test_sounds_are_placed_where_the_whole_text_says",
+    ),
+    fault(
+        "a padding mask that a step has made, beside one of the batch that hides nothing",
+        "rewrite/hugging_face/masks.py",
+        "    if batch.hides_keys or not (batch.has_attention_mask and torch.compiler.is_compiling()):\n",
+        "    if batch.hides_keys or not batch.has_attention_mask:\n",
+        f"{CHANGED_MASKS}[its own]",
+    ),
+    fault(
+        "a padding mask changed in place, compared with itself",
+        "data/batch/shard_sequence.py",
+        "local[sequence.mask_name] != 0,\n",
+        "local[sequence.mask_name],\n",
+        f"{CHANGED_MASKS}[in place]",
     ),
     fault(
         "targets behind what the mask hides, in a model that leaves them out",

@@ -5,6 +5,7 @@ Owns transport, not meaning: what a buffer contains is the caller's concern. No 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch.distributed import ProcessGroup
 from lightning_sp.comm.failing_together import check_peers
 from lightning_sp.comm.groups import group_name, takes_host_tensors
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op, is_traced
+
+# Of a picklable value: bytes that say how many there are, and bytes with which most values are done.
+_LENGTH, _SHORT = 8, 2048
 
 
 class Exchange:
@@ -81,13 +85,32 @@ def gather(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
 
 
 def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Return the picklable values of all ranks, in rank order; small ones only, outside a step."""
+    """Return the picklable values of all ranks, in rank order; small ones only, outside a step.
+
+    Communicates: one all_gather of 2 KiB of each rank, and where a value of any rank is longer another one of that length. Torch's
+    `all_gather_object` takes two for each value.
+    """
     if not dist.is_initialized():
         return [value]
+    whole = dist.group.WORLD if group is None else group
+    assert whole is not None
     check_peers(group, "an all-gather of objects")
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    own = pickle.dumps(value)
+    own = len(own).to_bytes(_LENGTH, "little") + own
+    found = _gather_bytes(own[:_SHORT], _SHORT, whole)
+    ends = [_LENGTH + int.from_bytes(each[:_LENGTH], "little") for each in found]
+    if max(ends) > _SHORT:
+        found = _gather_bytes(own, max(ends), whole)
+    return [pickle.loads(each[_LENGTH:end]) for each, end in zip(found, ends, strict=True)]
+
+
+def _gather_bytes(own: bytes, size: int, group: ProcessGroup) -> list[bytes]:
+    """Return so many bytes of each rank, in rank order."""
+    device = torch.device("cpu") if takes_host_tensors(group) else torch.device("cuda", torch.cuda.current_device())
+    sent = torch.frombuffer(bytearray(own.ljust(size, b"\0")), dtype=torch.uint8).to(device)
+    parts = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, sent, group=group)
+    return [part.cpu().numpy().tobytes() for part in parts]
 
 
 def barrier(device: torch.device) -> None:

@@ -6,6 +6,7 @@ import queue
 import sys
 from argparse import Namespace
 from collections import ChainMap, UserDict, UserList, deque
+from functools import lru_cache
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -35,11 +36,19 @@ def is_object_of_user(value: Any) -> bool:
 
 def is_kind_of_user(kind: type) -> bool:
     """Return whether objects of a class are the user's own, as `is_object_of_user` has it."""
+    known = _by_class(kind)
+    return is_class_of_user(kind) if known is None else known
+
+
+# Trials ask of each value that a module holds, many times.
+@lru_cache(maxsize=1024)
+def _by_class(kind: type) -> bool | None:
+    """Return whether objects of a class are the user's own; None where the file says so that it is in."""
     if issubclass(kind, (Tensor, np.ndarray, dict, list, set, deque, tuple, str, Dataset, FunctionType)):
         return False
-    if issubclass(kind, _OF_ATTRIBUTES):
+    if issubclass(kind, _OF_ATTRIBUTES) or kind.__module__.partition(".")[0] == "torchmetrics":
         return True
-    return kind.__module__.partition(".")[0] == "torchmetrics" or is_class_of_user(kind)
+    return False if _is_known(kind.__module__) else None
 
 
 def is_class_of_user(found: type) -> bool:
@@ -49,7 +58,7 @@ def is_class_of_user(found: type) -> bool:
 
 def is_file_of_user(module: str) -> bool:
     """Return whether a module of Python's is the user's own: no library's."""
-    if module.partition(".")[0] in _NOT_THE_USERS:
+    if _is_known(module):
         return False
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return not any(folder in file for folder in _INSTALLED)
@@ -58,6 +67,11 @@ def is_file_of_user(module: str) -> bool:
 def is_called_by_user() -> bool:
     """Return whether the function that asks was called by a line of the user's own, by no library's."""
     return is_file_of_user(sys._getframe(2).f_globals.get("__name__", ""))
+
+
+@lru_cache(maxsize=4096)
+def _is_known(module: str) -> bool:
+    return module.partition(".")[0] in _NOT_THE_USERS
 
 
 def key_text(key: Any) -> str:

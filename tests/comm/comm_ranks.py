@@ -53,6 +53,7 @@ def collectives():
         "gather": torch.stack(comm.gather(mine, world)),
         "gather_strided": torch.stack(comm.gather(torch.arange(4.0).view(2, 2).t() + rank, world)),
         "gather_objects": comm.gather_objects({"rank": rank}),
+        "gather_long_objects": comm.gather_objects("x" * 2_000 * rank),
         "broadcast_object": comm.broadcast_object(f"from {rank}", world, source=1),
         "broadcast": comm.broadcast(mine.clone(), world, source=size - 1),
         "reduce_sum": comm.reduce_sum(mine),

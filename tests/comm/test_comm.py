@@ -72,6 +72,7 @@ def test_plain_collectives(pools):
         expected = torch.arange(4.0).view(2, 2).t() + ranks.view(4, 1, 1)
         assert torch.equal(result["gather_strided"], expected), "a gather of a transposed tensor keeps its values"
         assert result["gather_objects"] == [{"rank": r} for r in range(4)]
+        assert result["gather_long_objects"] == ["x" * 2_000 * r for r in range(4)]
         assert result["broadcast_object"] == "from 1"
         assert result["broadcast"].tolist() == [3.0, 3.0]
         assert result["reduce_sum"].tolist() == [6.0, 6.0]

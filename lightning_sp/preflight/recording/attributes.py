@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -60,8 +60,11 @@ class _TensorVersion(NamedTuple):
 def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors in attributes of the user's modules, by the name that a user would write; tensors copied, but for
     those in lists and dicts."""
-    found: dict[str, Any] = {name: _without_copy(value) for name, value in _entries(module)}
-    found.update({name: v.detach().clone() if isinstance(v, Tensor) else _array(v) for name, v in _attributes(module)})
+    all_of_them = list(_all_attributes(module))
+    found: dict[str, Any] = {name: _without_copy(value) for name, value in _entries(all_of_them)}
+    found.update(
+        {name: v.detach().clone() if isinstance(v, Tensor) else _array(v) for name, v in all_of_them if _is_number(v)}
+    )
     return found
 
 
@@ -105,7 +108,9 @@ def changed_attributes(
     found = {}
     trainer = getattr(module, "_trainer", None)
     read = frozenset() if trainer is None or evaluates else read_in_hooks(trainer)
-    now_there = {name: _array(value) for name, value in chain(_attributes(module), _entries(module))}
+    all_of_them = list(_all_attributes(module))
+    numbers = ((name, value) for name, value in all_of_them if _is_number(value))
+    now_there = {name: _array(value) for name, value in chain(numbers, _entries(all_of_them))}
     shown = {name for name, value in now_there.items() if isinstance(value, GlobalTensor)}
     of_all = set.intersection(*comm.gather_objects(shown, control_group))
     for name, value in now_there.items():
@@ -166,13 +171,9 @@ def _array(value: Any) -> Any:
     return torch.from_numpy(value.copy()) if isinstance(value, np.ndarray) else value
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in _all_attributes(module) if _is_number(value))
-
-
-def _entries(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def _entries(attributes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield the numbers and tensors that lists, dicts and sets in attributes hold, and how many elements each has."""
-    for name, value in _all_attributes(module):
+    for name, value in attributes:
         if isinstance(value, _CONTAINERS):
             yield f"len({name})", len(value)
             if len(value) <= MAX_VISITED:

@@ -169,7 +169,7 @@ class ReadNumbers(TorchFunctionMode):
 
     def _follow_ranges(self, name: str, given: tuple[Any, ...], output: Any, frame: FrameType) -> None:
         """Note where a user's line compares numbers from 0 to a part's length, all with the same outcome."""
-        ranges = [each for each in _flat(given) if each in self._ranges]
+        ranges = [each for each in _flat(given) if each in self._ranges] if len(self._ranges) else []
         if name != "arange" and not ranges:
             return
         if type(output) is not Tensor or torch._C._functorch.is_batchedtensor(output):

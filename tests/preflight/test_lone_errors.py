@@ -16,13 +16,8 @@ SLOW = ("loss", "block's backward")
     ("axis", "place"),
     [
         *(("ring_size", place) for place in PLACES),
-        ("ulysses_size", "block"),
         *(pytest.param("ring_size", place, marks=pytest.mark.slow) for place in SLOW),
-        *(
-            pytest.param("ulysses_size", place, marks=pytest.mark.slow)
-            for place in (*PLACES, *SLOW)
-            if place != "block"
-        ),
+        *(pytest.param("ulysses_size", place, marks=pytest.mark.slow) for place in (*PLACES, *SLOW)),
     ],
 )
 def test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view(pools: Any, axis: str, place: str):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.preflight.differences import untrained_ranks as ranks
+from tests.slow import slow
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["tuples", "nested"])
+@pytest.mark.parametrize("nested", [False, *slow(True)], ids=["tuples", "nested"])
 def test_what_no_training_step_has_shown_is_evaluated_in_the_global_view(pools, nested):
     [plain] = pools(1).run(ranks.evaluate_then_fit, 1, None, nested)
     for found in pools(2).run(ranks.evaluate_then_fit, 2, dict(ring_size=2), nested):

@@ -26,7 +26,7 @@ CASES = {
 LAYOUTS = [
     pytest.param(2, dict(ring_size=2), [*CASES], id="ring", marks=pytest.mark.slow),
     pytest.param(2, dict(ulysses_size=2), ["llama", "preflight", "global view"], id="ulysses"),
-    pytest.param(4, dict(data_parallel_size=2, ring_size=2), ["llama"], id="dp x ring"),
+    pytest.param(4, dict(data_parallel_size=2, ring_size=2), ["llama"], id="dp x ring", marks=pytest.mark.slow),
 ]
 
 

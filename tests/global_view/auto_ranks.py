@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from tests.global_view.models.modules import LOSSES, Module, V, rows
+from tests.instruments.record import Record
 from tests.instruments.told import told
 
 LENGTH = 29
@@ -83,7 +84,7 @@ class Late(pl.LightningModule):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.qkv, self.head = nn.Embedding(V, 16), nn.Linear(16, 48), nn.Linear(16, V)
-        self.losses: list[float] = []
+        self.losses = Record()
         self.shapes: set[tuple[int, ...]] = set()
 
     def hidden(self, ids: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.reductions import sequence_mean, unshard
+from tests.instruments.record import Record
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import VOCAB, TokenDataset, tiny_llama
 
@@ -24,7 +25,7 @@ class Classifier(pl.LightningModule):
         self.model, self.head, self.drop = tiny_llama(), nn.Linear(VOCAB, 3), nn.Dropout(p)
         self.p, self.functional, self.repeats = p, functional, repeats
         self.dropped: list[Tensor] = []
-        self.losses: list[float] = []
+        self.losses = Record()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         states = self.model(batch["input_ids"], batch["position_ids"])

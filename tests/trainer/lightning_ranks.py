@@ -20,6 +20,7 @@ from torchmetrics import MeanMetric, SumMetric
 
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.callbacks import ThroughputMonitor
+from tests.instruments.record import Record
 from tests.trainer.tiny import Plain, TokenDataset, _full, tiny_llama
 
 
@@ -31,7 +32,7 @@ class User(Plain):
         super().__init__(tiny_llama, lr=0.02)
         self.scheduler, self.accumulate = scheduler, accumulate
         self.automatic_optimization = not manual
-        self.rates: list[float] = []
+        self.rates = Record()
         self.validated: list[dict[str, float]] = []
         self.mean = MeanMetric()  # in float32
 

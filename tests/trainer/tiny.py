@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.models import GPT, GPTConfig, Llama, LlamaConfig
 from lightning_sp.testing import trainer_of_ranks
+from tests.instruments.record import Record
 
 VOCAB = 61
 
@@ -59,7 +60,7 @@ class Plain(pl.LightningModule):
         super().__init__()
         self.build, self.lr = build, lr
         self.model: Any = None
-        self.losses: list[float] = []
+        self.losses = Record()
         self.raw_grads: list[dict[str, torch.Tensor]] = []
         self.layouts: list[Any] = []
 
@@ -74,10 +75,10 @@ class Plain(pl.LightningModule):
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
         self.log("train_loss", loss)
         self.losses.append(float(loss.detach()))
-        self.layouts.append(getattr(self.trainer.strategy, "layout", None))
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.layouts.append(getattr(self.trainer.strategy, "layout", None))
         self.raw_grads.append({n: _full(p.grad).clone() for n, p in self.named_parameters() if p.grad is not None})
 
     def configure_optimizers(self) -> Any:

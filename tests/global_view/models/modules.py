@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.global_view.models.layers import LAYERS, Layered, smoothed
+from tests.instruments.record import Record
 
 V, E, H, BLOCK = 23, 16, 4, 64
 
@@ -80,7 +81,7 @@ class Module(pl.LightningModule):
     def __init__(self, loss: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model, self.losses = NanoGPT(), []
+        self.model, self.losses = NanoGPT(), Record()
         self.score = nn.Linear(E, 3)
         self._loss = LOSSES[loss]
 
@@ -262,7 +263,7 @@ class LayeredModule(pl.LightningModule):
     def __init__(self, layer: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model, self.losses = Layered(layer), []
+        self.model, self.losses = Layered(layer), Record()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = smoothed(self.model(batch["input_ids"]), batch)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.preflight.crops import shared_crop
 from lightning_sp.testing import trainer_of_ranks
+from tests.instruments.record import Record
 from tests.trainer.tiny import _full
 
 LENGTH, WORDS = 256, 17
@@ -44,7 +45,7 @@ class User(pl.LightningModule):
     def __init__(self, above: int, less: bool) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.net, self.losses = Branching(above, less), []
+        self.net, self.losses = Branching(above, less), Record()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["shift_labels"].flatten())

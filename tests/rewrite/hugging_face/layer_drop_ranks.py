@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from tests.flows.tiny import sizes
+from tests.instruments.record import Record
 from tests.trainer.lightning_ranks import trainer_of
 
 SIZES = dict(
@@ -32,7 +33,7 @@ class Translator(pl.LightningModule):
         )
         self.model = M2M100ForConditionalGeneration(config)
         self.ran: list[list[int]] = []
-        self.losses: list[float] = []
+        self.losses = Record()
         layers: list[nn.Module] = [*self.model.model.encoder.layers, *self.model.model.decoder.layers]
         for number, layer in enumerate(layers):
             layer.register_forward_pre_hook(lambda *_, number=number: self.ran[-1].append(number))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from tests.instruments.record import Record
 from tests.trainer.tiny import quiet_trainer
 
 ROWS, STEPS = 4, 6
@@ -41,7 +42,7 @@ class Module(pl.LightningModule):
         super().__init__()
         torch.manual_seed(3)
         self.net = Normed()
-        self.losses: list[float] = []
+        self.losses = Record()
         self.validated: list[float] = []
 
     def loss(self, rows: Any) -> torch.Tensor:

@@ -21,6 +21,7 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
 from lightning_sp.models import GPT, GPTConfig
 from lightning_sp.reductions import batch_mean, batch_sum, gather_rows, sequence_mean
+from tests.instruments.record import Record
 from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 
@@ -46,7 +47,7 @@ class Pictures(pl.LightningModule):
         self.loss, self.p = loss, p
         self.model = Net(p, heads)
         self.mean, self.seen = MeanMetric(), SumMetric()
-        self.losses: list[float] = []
+        self.losses = Record()
         self.draws: list[list[float]] = []
         self.validated: list[float] = []
 
@@ -153,7 +154,7 @@ class Both(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.text, self.pictures = tiny_llama(), Net()
-        self.losses: list[float] = []
+        self.losses = Record()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch["pixel_values"] if "pixel_values" in batch else torch.zeros(2, 3, 8, 8).to(self.text.head.weight)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.models import HuggingFaceConfig
+from tests.instruments.record import Record
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import VOCAB, TokenDataset, _full
 
@@ -85,7 +86,7 @@ class Pretrained(pl.LightningModule):
         super().__init__()
         self.kind, self.place, self.folder = kind, place, folder
         self.model: Any = build(kind, folder) if place == "__init__" else None
-        self.losses: list[float] = []
+        self.losses = Record()
         self.first: dict[str, Tensor] = {}
 
     def setup(self, stage: str) -> None:

@@ -14,6 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from lightning_sp.weights.quantized import is_quantized
+from tests.instruments.record import Record
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.pretrained.pretrained_ranks import Told, hugging_face_config
 from tests.trainer.tiny import BothWays, Plain, TokenDataset, _full
@@ -78,7 +79,7 @@ class Tuned(pl.LightningModule):
         self.kind, self.folder, self.options = kind, folder, model
         self.model: Any = None
         self.average: Any = None
-        self.losses: list[float] = []
+        self.losses = Record()
         self.first: dict[str, Tensor] = {}
         self.asked: Any = None
         if place == "__init__":

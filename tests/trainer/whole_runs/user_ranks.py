@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.models.gpt import GPTConfig
+from tests.instruments.record import Record
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import VOCAB, Plain, TokenDataset, _full, tiny_gpt
 
@@ -28,7 +29,7 @@ class Written(pl.LightningModule):
         self.functional = functional
         if tied:
             self.head.weight = self.embedding.weight
-        self.losses: list[float] = []
+        self.losses = Record()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         x = self.embedding(batch["input_ids"])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.instruments.record import Record
 from tests.trainer.lightning_ranks import trainer_of
 from tests.trainer.tiny import _full
 
@@ -21,7 +22,7 @@ class Momentum(pl.LightningModule):
         super().__init__()
         self.embed, self.mix = nn.Embedding(11, 8), nn.Conv1d(8, 8, 3, padding=1)
         self.query, self.key = nn.Linear(8, 4), nn.Linear(8, 4).requires_grad_(False)
-        self.losses: list[float] = []
+        self.losses = Record()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         state = self.mix(self.embed(batch["input_ids"]).mT).mT

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError, SequenceParallelStrategy
+from tests.instruments.record import Record
 from tests.trainer.tiny import _full
 
 VOCAB, LENGTH, PAD, STEPS = 61, 22, 60, 2
@@ -81,7 +82,7 @@ class HuggingFace(pl.LightningModule):
         self.model = getattr(transformers, kind)(getattr(transformers, config)(**options)).train()
         # Grouped products of matrices take no float64.
         self.model.set_experts_implementation("eager")
-        self.losses: list[float] = []
+        self.losses = Record()
         self.outputs: list[Tensor] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

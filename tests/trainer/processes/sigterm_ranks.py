@@ -19,6 +19,7 @@ from lightning_sp import SequenceParallelStrategy
 from lightning_sp.checkpoint import latest_checkpoint
 from lightning_sp.trainer.processes import sigterm
 from tests.flows.tiny import Tuned, llama, rows
+from tests.instruments.record import Record
 
 
 class Told(pl.Callback):
@@ -50,7 +51,7 @@ class Told(pl.Callback):
 class Module(Tuned):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.trained: list[float] = []
+        self.trained = Record()
         self.validated: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:

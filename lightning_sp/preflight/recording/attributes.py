@@ -17,7 +17,7 @@ from torchmetrics import Metric
 from lightning_sp import comm
 from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
 from lightning_sp.parameter_names import user_name
-from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
+from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, orders_of_run, tables_of
 from lightning_sp.step.isolation.snapshot import MAX_BYTES, MAX_VISITED
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.trainer.hooks.hook_reads import read_in_hooks
@@ -198,7 +198,7 @@ def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     trainer = getattr(module, "_trainer", None)
     for each in [] if trainer is None else of_user(trainer):
         yield from ((f"{type(each).__name__}.{name}", value) for name, value in vars(each).items())
-    for each in data_of_run(trainer):
+    for each in (*data_of_run(trainer), *orders_of_run(trainer)):
         yield from ((f"{type(each).__name__}.{name}", value) for name, value in tables_of(each))
     for path, each in module.named_modules():
         # What metrics hold is compared as what they show.

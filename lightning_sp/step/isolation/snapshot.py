@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
-from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, tables_of
+from lightning_sp.step.isolation.data_sets import data_of_run, is_data_set, orders_of_run, tables_of
 from lightning_sp.step.isolation.traces_in_run import undo_in_run
 from lightning_sp.trainer.hooks.batch_hooks import of_user
 from lightning_sp.users_code.contents import (
@@ -142,6 +142,9 @@ def snapshot(root: nn.Module, others: Sequence[Any] = (), *, hooks: bool = True)
         undo.append(partial(_restore_children, module, dict(module._modules)))
         for name in _HOOKS if hooks else ():
             undo.append(partial(_remove_new, vars(module)[name], set(vars(module)[name])))
+    # Where nothing of the user's holds one, else it is put back as other objects are.
+    for each in orders_of_run(trainer):
+        _remember_tables(each, undo, visited)
 
     def restore() -> None:
         for each in undo:

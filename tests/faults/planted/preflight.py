@@ -29,6 +29,13 @@ ALIKE = "tests/preflight/evaluation/test_alike_outputs.py"
 
 PREFLIGHT = (
     fault(
+        "weights of a sampler of torch's that a step writes a part's numbers into",
+        "step/isolation/data_sets.py",
+        '        return type(value).__module__.partition(".")[0] == "torch"\n',
+        "        return False\n",
+        f"{IN_DATA}[sampler-tensor]",
+    ),
+    fault(
         "a branch that a step's own generator takes once in fifty steps, compared by usual draws alone",
         "preflight/run.py",
         "(*OTHER_SEEDS, *EXTREMES)",
@@ -827,7 +834,7 @@ PREFLIGHT = (
     fault(
         "a table in the data set that the loader reads, which no trial compares",
         "preflight/recording/attributes.py",
-        "    for each in data_of_run(trainer):\n",
+        "    for each in (*data_of_run(trainer), *orders_of_run(trainer)):\n",
         "    for each in ():\n",
         f"{IN_DATA}[loader-tensor]",
     ),

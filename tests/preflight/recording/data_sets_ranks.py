@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, WeightedRandomSampler
 
 from lightning_sp import SequenceParallelStrategy
 from lightning_sp.reductions import batch_mean
@@ -40,6 +41,30 @@ class Weighed(Dataset[dict[str, Tensor]]):
         }
 
 
+class Hardest(Sampler[int]):
+    """Rows in the order of a table."""
+
+    def __init__(self, table: Any) -> None:
+        self.weights = table
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(range(ROWS), key=lambda i: -float(self.weights[i])))
+
+
+class Weighing:
+    """A collate function that weighs rows by a table."""
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+
+    def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        batch = torch.utils.data.default_collate(samples)
+        return {**batch, "weight": torch.tensor([float(self.table[i]) for i in batch["row"]], dtype=torch.float64)}
+
+
 class Data(pl.LightningDataModule):
     """The same with the table in the data module."""
 
@@ -52,7 +77,7 @@ class Data(pl.LightningDataModule):
 
 
 class Writing(User):
-    """A step that writes where it is told: through the loader, into the data module, or a data set that it closes over."""
+    """A step that writes where it is told: through the loader, into its sampler, the data module, or a data set that it closes over."""
 
     def __init__(self, where: str, data: Weighed) -> None:
         super().__init__(above=10_000, less=False)
@@ -67,11 +92,13 @@ class Writing(User):
         found = {
             "loader": lambda: trainer.train_dataloader.dataset.dataset.table,
             "module": lambda: trainer.datamodule.table,
+            "collate": lambda: trainer.train_dataloader.collate_fn.table,
+            "sampler": lambda: trainer.train_dataloader.sampler.weights,
             "closure": lambda: self.closed_over().table,
         }
         table = found[self.where]()
         for row, loss in zip(batch["row"].tolist(), each.detach().mean(1).tolist(), strict=True):
-            table[row] = loss
+            table[row] = loss**8 if self.where == "sampler" else loss
         loss = batch_mean(each * batch["weight"][:, None], torch.ones_like(targets))
         self.losses.append(float(loss.detach()))
         return loss
@@ -90,6 +117,13 @@ def fit(world: int, options: dict[str, Any] | None, where: str, kind: str) -> di
     )  # fmt: skip
     if where == "module":
         trainer.fit(module, datamodule=Data(table))
+    elif where == "collate":
+        trainer.fit(module, DataLoader(Weighed([1.0] * ROWS), batch_size=2, collate_fn=Weighing(table)))
+    elif where == "sampler":
+        draws = WeightedRandomSampler(table, ROWS, generator=torch.Generator().manual_seed(3))
+        order = Hardest(table) if kind == "list" else draws
+        trainer.fit(module, DataLoader(Weighed([1.0] * ROWS), batch_size=2, sampler=order))
+        table = order.weights
     else:
         trainer.fit(module, DataLoader(Subset(data, range(ROWS)), batch_size=2))
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}

@@ -5,10 +5,19 @@ from __future__ import annotations
 import pytest
 
 from tests.preflight.recording import data_sets_ranks as ranks
+from tests.slow import slow
 
 
 @pytest.mark.parametrize(
-    ("where", "kind"), [("loader", "tensor"), ("loader", "array"), ("module", "array"), ("closure", "list")]
+    ("where", "kind"),
+    [
+        ("loader", "tensor"),
+        ("loader", "array"),
+        ("module", "array"),
+        ("closure", "list"),
+        ("sampler", "tensor"),
+        *slow(("sampler", "list"), ("collate", "list")),
+    ],
 )
 def test_a_step_that_writes_a_parts_numbers_into_its_data_goes_on_in_the_global_view(pools, where, kind):
     [plain] = pools(1).run(ranks.fit, 1, None, where, kind)

@@ -289,16 +289,6 @@ def test_one_that_writes_to_its_input_runs_whole():
     assert tiled.runs_whole
 
 
-def test_a_first_step_under_an_autocast_of_its_own_has_the_gradients_of_weights():
-    """A trial without gradients leaves autocast no cast of a weight."""
-    torch.manual_seed(0)
-    block, x = Block(Drawing()).eval(), torch.randn(1, 40, FEATURES)
-    tile_mlps([block], 4)
-    with torch.autocast("cpu", torch.bfloat16):
-        block(x).sum().backward()
-    assert all(each.grad is not None and each.grad.abs().sum() > 0 for each in block.mlp.parameters())
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_on_the_parameters_of_experts_is_in_each_tile():
     from peft import LoraConfig, get_peft_model

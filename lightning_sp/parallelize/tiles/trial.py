@@ -8,8 +8,7 @@ It leaves no trace: not in the module, in random generators, or in what it is gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_sp.parallelize.recomputation.state_of_blocks import leaves_alone
 
-# Tokens that are tried, of all rows together.
+# Tokens of a row that are tried.
 _SOME = 32
 # Of the largest output: what a product of other shapes may round otherwise.
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -49,7 +48,8 @@ def try_tokens(module: nn.Module, forward: Callable[..., Any], given: Sequence[T
         crowd: tokens of a row that choose alike.
     """
     # A checkpoint around it counts operators, and would miss these when it runs again.
-    with _disable_current_modes(), torch.no_grad(), _nothing_left(given[0].device):
+    on_device = [given[0].device] if given[0].is_cuda else []
+    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(on_device):
         few = [each[..., :_SOME, :].clone() for each in given]
         chooses = _Choices()  # type: ignore[no-untyped-call]
         with chooses:
@@ -88,18 +88,6 @@ def _halves_are_the_whole(forward: Callable[..., Any], given: Sequence[Tensor]) 
     parts = [forward(*(each[..., :half, :] for each in given)), forward(*(each[..., half:, :] for each in given))]
     error = (torch.cat(parts, -2) - whole).abs().max()
     return bool(error <= _ROUNDING.get(whole.dtype, 0.0) * whole.abs().max())
-
-
-@contextmanager
-def _nothing_left(device: torch.device) -> Iterator[None]:
-    """Keep the random state, and let autocast keep no cast of a weight: one that is made without gradients would be used with them."""
-    on_device, keeps = [device] if device.type == "cuda" else [], torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with torch.random.fork_rng(on_device):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(keeps)
 
 
 class _Choices(TorchDispatchMode):  # type: ignore[no-untyped-call]

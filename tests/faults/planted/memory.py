@@ -426,13 +426,6 @@ MEMORY = (
         f"{EXPERTS}::test_experts_are_tried_again_in_a_longer_step",
     ),
     fault(
-        "a trial of an MLP that leaves autocast a cast without gradient",
-        "parallelize/tiles/trial.py",
-        "    torch.set_autocast_cache_enabled(False)\n",
-        "",
-        f"{EXPERTS}::test_a_first_step_under_an_autocast_of_its_own_has_the_gradients_of_weights",
-    ),
-    fault(
         "an MLP that draws in training, tried while it was evaluated",
         "parallelize/tiles/tiled_mlp.py",
         "self.module.training\n",

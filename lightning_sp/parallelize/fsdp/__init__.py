@@ -4,6 +4,7 @@ from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward, dro
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
 from lightning_sp.parallelize.fsdp.dtensor.behind_runs import watch_behind_runs
+from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import forget_reads, is_read_outside
 from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.freed_behind_runs import freed_behind_run
@@ -46,11 +47,13 @@ __all__ = [
     "check_unsharded",
     "drop_accumulated",
     "failing_together",
+    "forget_reads",
     "freed_behind_run",
     "gathered",
     "gathering_again",
     "gradients_of_weights",
     "is_freed_after_forward",
+    "is_read_outside",
     "make_fsdp_root",
     "num_writes",
     "optional_units",

@@ -64,6 +64,7 @@ class UsedParameters:
         gather_dtypes: what ranks tell each other of how weights are read, with the same message; None where all are gathered in float32.
         when_complete: called in a backward with a unit's group when no more gradients of it are to come, and with its parameters and whether
             this rank has used each; None where nobody asks. Of some units that is not known before the backward's end: it is not called.
+        when_more: called in its place with a unit's group when there are gradients of it that are more than its calls.
         is_set_aside: whether a backward within a step, which is for itself, is in progress.
     """
 
@@ -78,6 +79,7 @@ class UsedParameters:
         self._ran: set[int] = set()
         self._asked: tuple[comm.Largest, int] | None = None
         self.when_complete: Callable[[Any, dict[nn.Parameter, bool]], None] | None = None
+        self.when_more: Callable[[Any], None] = lambda group: None
         self._heads = {number for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
         # Of each unit, its calls that have had no backward.
         self._calls = dict.fromkeys(range(len(self._groups)), 0)
@@ -152,6 +154,8 @@ class UsedParameters:
         if self._calls[number] == 0:  # below it, a backward of what a reentrant checkpoint ran without a graph
             has_gradient = [(i, each.sharded_param) for i, each in enumerate(group.fsdp_params, first)]
             self.when_complete(group, {p: i in self._used for i, p in has_gradient if p.grad is not None})
+        elif self._calls[number] < 0:
+            self.when_more(group)
 
     def _end(self, end: Any) -> None:
         """End a backward of FSDP2, and give what no rank used no gradient in place of zeros.

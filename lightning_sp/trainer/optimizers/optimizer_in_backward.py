@@ -1,7 +1,7 @@
 """Steps in the backward: a unit of FSDP is stepped when its gradients are complete, and these are freed.
 
     backward         head | block n | ... | block 0 | embedding          reduced, stepped, freed, one after the other
-    behind it        what is known only then: parameters that this rank did not use, units that ran in other ways
+    behind it        what is known only then: parameters that this rank did not use, or a step read by itself, units that ran in other ways
 
 The optimizer is the user's own, with its groups, schedules and states; of a unit's step it is shown that unit's parameters. What one device
 steps at the end it steps here earlier, with the same gradients, and no forward or backward of the micro-batch reads a unit's weights after it.
@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize import used_parameters
+from lightning_sp.parallelize import forget_reads, is_read_outside, used_parameters
+from lightning_sp.parameter_names import user_name
 from lightning_sp.trainer.optimizers.optimizer_trial import ELEMENTWISE, verdict_on_parts
 from lightning_sp.trainer.optimizers.part_steps import step_only
 
@@ -47,6 +48,7 @@ class OptimizerInBackward:
         self._may_step: Callable[[], bool] | None = None  # to be asked once in a backward
         self._is_on = False
         self._reduced: list[tuple[Any, dict[Tensor, bool]]] = []
+        self._completed: set[Any] = set()
         self._options: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -77,7 +79,8 @@ class OptimizerInBackward:
         ):  # a user's own code runs the closure: what it does to gradients before it steps is not known
             yield
             return
-        self._may_step, self._is_on, self._used.when_complete = may_step, True, self._complete
+        self._may_step, self._is_on = may_step, True
+        self._used.when_complete, self._used.when_more = self._complete, self._refuse_more
         try:
             yield
         finally:
@@ -87,6 +90,8 @@ class OptimizerInBackward:
         self._check_hooks()
         self._runs_closure, self._options = True, options
         self._used.count_calls()
+        self._completed.clear()
+        forget_reads(self._parameters())
         try:
             result = closure()
         finally:
@@ -112,6 +117,7 @@ class OptimizerInBackward:
             self._is_on = ask()
         if not self._is_on:
             return
+        self._completed.add(unit)
         used = [*parameters.values()]
         if self._agrees:
             used = comm.largest(torch.tensor(used, dtype=torch.uint8), self._group).bool().tolist()
@@ -119,10 +125,20 @@ class OptimizerInBackward:
         while len(self._reduced) > self._in_flight:
             self._step_unit(*self._reduced.pop(0))
 
+    def _refuse_more(self, unit: Any) -> None:
+        """Refuse a second backward through a unit whose weights are stepped by now. Alike on all ranks."""
+        if unit in self._completed:
+            raise SequenceParallelError(
+                f"optimizer_in_backward=True with a second backward through {user_name(unit._module_fqn or 'the model')}: its weights were "
+                "stepped in the first one (a LightningModule.backward of one's own, say, that goes over a graph twice); add the losses up and "
+                "go backward once, or leave optimizer_in_backward=False"
+            )
+
     def _step_unit(self, unit: Any, used: dict[Tensor, bool]) -> None:
         """Step what is known to be used of a unit; the rest waits for the backward's end."""
         if (event := unit._post_reduce_event) is not None:
             unit.device_handle.current_stream().wait_event(event)
+        used = {each: now and not is_read_outside(each) for each, now in used.items()}
         for each, now in used.items():
             if not now:  # alone it would keep all of the unit's: they are one buffer
                 each.grad = each.grad.clone()  # type: ignore[union-attr]

@@ -460,4 +460,18 @@ MEMORY = (
         "        if True:\n            return",
         "tests/parallelize/test_tiled_mlp.py::test_a_call_with_other_weights_computes_no_tile_again",
     ),
+    fault(
+        "a weight stepped in the backward, and once more by what a penalty adds behind it",
+        "trainer/optimizers/optimizer_in_backward.py",
+        "now and not is_read_outside(each)",
+        "now",
+        IN_BACKWARD_LAW,
+    ),
+    fault(
+        "a second backward through weights that the first one has stepped",
+        "trainer/optimizers/optimizer_in_backward.py",
+        "        if unit in self._completed:\n",
+        "        if False:\n",
+        f"{IN_BACKWARD}::test_what_needs_all_gradients_is_refused_by_name",
+    ),
 )

@@ -93,13 +93,26 @@ class Choice(nn.Module):
 
 
 class Module(Plain):
-    """Trains without a look at all gradients, in two groups, by an optimizer of choice with a schedule."""
+    """Trains without a look at all gradients, in two groups, by an optimizer of choice with a schedule.
+
+    Args:
+        build: of the model.
+        optimizer: its name.
+        options: of it.
+        is_penalized: whether a block's norm, which the step reads itself, is part of the loss.
+    """
 
     on_before_optimizer_step = pl.LightningModule.on_before_optimizer_step
 
-    def __init__(self, build: Any, optimizer: str, options: dict[str, Any]) -> None:
+    def __init__(self, build: Any, optimizer: str, options: dict[str, Any], is_penalized: bool = False) -> None:
         super().__init__(build)
-        self.name, self.options = optimizer, options
+        self.name, self.options, self.is_penalized = optimizer, options, is_penalized
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.is_penalized:
+            loss = loss + 0.1 * self.model.inner.model.layers[1].input_layernorm.weight.square().sum()
+        return loss
 
     def configure_optimizers(self) -> Any:
         parameters = [*self.parameters()]
@@ -117,6 +130,7 @@ class Module(Plain):
 
 BUILDS = {
     "untied": HuggingFaceLlama,
+    "penalized": HuggingFaceLlama,
     "tied": TiedLlama,
     "experts": Experts,
     **{how: partial(Again, how) for how in ("twice", "once", "reentrant", "mixed", "unread", "looked at")},
@@ -153,7 +167,7 @@ def fit(
         trainer_options: of the Trainer.
     """
     torch.manual_seed(3)
-    module = Module(BUILDS[build], optimizer, options or {})
+    module = Module(BUILDS[build], optimizer, options or {}, build == "penalized")
     trainer = quiet_trainer(world, strategy={"preflight": False, **strategy}, **{"max_steps": 3, **trainer_options})
     seen = Seen(module)
     with seen, mock.patch.object(optimizer_in_backward, "OptimizerInBackward", partial(InFlight, units=in_flight)):
@@ -284,6 +298,12 @@ class LooksBehind(pl.Callback):
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None: ...
 
 
+class BackwardTwice(Module):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
 class ByHand(Module):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -337,6 +357,7 @@ def refusals(world: int, strategy: dict[str, Any], names: list[str]) -> list[str
         "zeroes": Zeroes,
         "hooks": Hooked,
         "norm of all": ByNormOfAll,
+        "second backward": BackwardTwice,
     }
     options: dict[str, dict[str, Any]] = {
         "accumulation": dict(accumulate_grad_batches=2),

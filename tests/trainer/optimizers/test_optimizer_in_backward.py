@@ -18,12 +18,12 @@ CASES = [
     dict(build="untied", optimizer="Rprop"),  # known by a trial
     dict(build="tied", in_flight=1, strategy=dict(preflight=True)),
     dict(build="untied", strategy=dict(gather_dtype="auto"), precision="bf16-mixed", max_steps=5),
-    *(dict(build=how) for how in ("twice", "once", "unread", "looked at")),
+    *(dict(build=how) for how in ("twice", "once", "unread", "looked at", "penalized")),
 ]
 # Those of which a unit is known to be complete only when the backward ends.
 LATE = ("once", "unread")
 # Each form of stepping, each way that a unit is used.
-FAST = [0, 1, 2, 4, 5, 8, 9, 11]
+FAST = [0, 1, 2, 4, 5, 8, 9, 11, 13]
 LAYOUTS = [
     pytest.param(1, dict(), [0], id="1"),
     pytest.param(2, dict(ring_size=2), FAST, id="2"),
@@ -121,6 +121,7 @@ REFUSED = {
     "norm of all": "NormOfAll: it moves a weight of shape (4, 3) otherwise when others are stepped after it",
     "hooks": "1 hooks of AdamW's step: it steps once for each block",
     "wrapper": "Wrapper: it could not be tried on small weights (TypeError: ",
+    "second backward": "a second backward through model.inner.",
 }
 
 

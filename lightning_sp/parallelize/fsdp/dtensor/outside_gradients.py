@@ -5,7 +5,7 @@ The objective is the mean over ranks of their losses: what reaches a sum or the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,20 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lightning_sp import comm
+
+# Of a parameter of which a gradient comes behind FSDP2's.
+_IS_READ = "_lightning_sp_read_outside"
+
+
+def is_read_outside(parameter: Tensor) -> bool:
+    """Return whether a parameter was read outside of its module's forward, so that its gradient is whole when the backward has ended."""
+    return _IS_READ in vars(parameter)
+
+
+def forget_reads(parameters: Iterable[Tensor]) -> None:
+    """Begin a step, in which none was read."""
+    for each in parameters:
+        vars(each).pop(_IS_READ, None)
 
 
 def sharded_tensor(local: Tensor, of: DTensorSpec) -> DTensor:
@@ -31,6 +45,7 @@ class LocalShard(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor) -> Tensor:
         """Return the shard. Shapes: of the whole -> of this rank's rows."""
         ctx.tensor = tensor
+        setattr(tensor, _IS_READ, True)
         local = tensor._local_tensor.detach()
         # A shard in the host's memory meets numbers of the device.
         return (

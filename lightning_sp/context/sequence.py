@@ -13,6 +13,11 @@ from lightning_sp.context.dropout import DropoutSource
 from lightning_sp.layout import SequenceLayout
 
 
+def versioned(tensor: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor and how often it was written to by now."""
+    return tensor, tensor._version
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SequenceInfo:
     """One sequence of a batch, and all of a batch that holds one. An encoder-decoder batch is its decoder's sequence, with an `encoder`.
@@ -30,6 +35,7 @@ class SequenceInfo:
         shift_labels: this rank's targets, (B, s), None where the batch has no labels.
         attention_mask: this rank's part of the batch's padding mask as its loader gave it, (B, s), bool; None where the batch has none. In
             memory of its own: a step may change the batch's in place.
+        mask_in_batch: the batch's own entry of it, and its version when it was given, before the step.
         valid: the run of keys that the padding mask leaves visible in each row, (B, 2); None where it hides none, or leaves more than a run.
         visible_keys: the keys that it leaves visible, whole, (B, S), bool, where they are more than a run; else None.
         layout: which tokens each rank holds.
@@ -64,6 +70,7 @@ class SequenceInfo:
     positions_given: bool = False
     documents_declared: bool = False
     attention_mask: Tensor | None = None
+    mask_in_batch: tuple[Tensor, int] | None = None
     valid: Tensor | None = None
     visible_keys: Tensor | None = None
     layout: SequenceLayout = field(default_factory=SequenceLayout)
@@ -166,6 +173,7 @@ class SequenceInfo:
             position_ids=changed(self.position_ids),
             shift_labels=changed(self.shift_labels),
             attention_mask=changed(self.attention_mask),
+            mask_in_batch=None if self.mask_in_batch is None else versioned(change(self.mask_in_batch[0])),
             visible_keys=changed(self.visible_keys),
             made_inputs={name: change(tensor) for name, tensor in self.made_inputs.items()},
             encoder=None if self.encoder is None else self.encoder.with_tensors(change),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.context.sequence import SequenceInfo, versioned
 from lightning_sp.data.batch.balanced_layout import balanced_layout
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, extent
 from lightning_sp.data.batch.contents.several_sequences import Named
@@ -103,6 +103,7 @@ def shard_sequence(
     local = {n: cut(n, entries[n], dim) for n, dim in sequence.dims.items() if n != sequence.positions_name}
     local[sequence.positions_name] = shard(position_ids, layout, rank, dim=1)
     local_labels = None if sequence.targets is None else cut("shift_labels", sequence.targets, 1)
+    own_mask = None if mask is None or mask.dim() != 2 else local[sequence.mask_name]
     return local, SequenceInfo(
         rows=rows,
         length=length,
@@ -112,7 +113,8 @@ def shard_sequence(
         positions_given=given,
         documents_declared=options.packed_documents is True,
         shift_labels=local_labels,
-        attention_mask=None if mask is None or mask.dim() != 2 else local[sequence.mask_name] != 0,
+        attention_mask=None if own_mask is None else own_mask != 0,
+        mask_in_batch=None if own_mask is None else versioned(own_mask),
         valid=visible.run,
         visible_keys=visible.each,
         layout=layout,

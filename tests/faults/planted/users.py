@@ -445,15 +445,15 @@ USERS = (
     fault(
         "a padding mask that a step has made, beside one of the batch that hides nothing",
         "rewrite/hugging_face/masks.py",
-        "    if batch.hides_keys or not (batch.has_attention_mask and torch.compiler.is_compiling()):\n",
+        "    if batch.hides_keys or not (batch.has_attention_mask and is_untouched):\n",
         "    if batch.hides_keys or not batch.has_attention_mask:\n",
         f"{CHANGED_MASKS}[its own]",
     ),
     fault(
         "a padding mask changed in place, compared with itself",
         "data/batch/shard_sequence.py",
-        "local[sequence.mask_name] != 0,\n",
-        "local[sequence.mask_name],\n",
+        "else own_mask != 0,\n",
+        "else own_mask,\n",
         f"{CHANGED_MASKS}[in place]",
     ),
     fault(

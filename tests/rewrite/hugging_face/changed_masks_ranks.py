@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_sp import SequenceParallelError
+from lightning_sp import SequenceParallelError, comm
 from tests.trainer.tiny import HuggingFaceLlama, Plain, _full, plain_trainer, quiet_trainer
 
 LENGTH = 16
@@ -58,3 +59,28 @@ def fit(world: int, strategy: dict[str, Any] | None, in_place: bool) -> tuple[st
     except SequenceParallelError as error:
         return str(error), module.losses, {}
     return "", module.losses, {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
+
+
+class Untouched(Hides):
+    """Hands the model the batch's own mask, and counts what its forwards ask of other ranks."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        with mock.patch.object(comm, "agree", wraps=comm.agree) as agree:
+            logits = self.model.inner(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        self.losses.append(float(agree.call_count))
+        return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+
+
+def asked(hides: bool) -> list[float]:
+    """Return how often the forward of each step asks other ranks, of masks that hide padding, or nothing."""
+    rows = [
+        {
+            "input_ids": torch.arange(8, 8 + LENGTH) + i,
+            "attention_mask": (torch.arange(LENGTH) < (LENGTH - 3 if hides else LENGTH)).long(),
+            "shift_labels": torch.arange(9, 9 + LENGTH).masked_fill(torch.arange(LENGTH) >= LENGTH - 3, -100),
+        }
+        for i in range(4)
+    ]
+    module = Untouched(in_place=False)
+    quiet_trainer(2, strategy={"ring_size": 2, "preflight": False}).fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    return module.losses

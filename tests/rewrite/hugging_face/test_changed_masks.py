@@ -22,6 +22,12 @@ def test_on_parts_it_is_refused_at_the_step_that_hides_more(pools, kind):
         assert len(losses) == 2
 
 
+def test_a_mask_of_the_batch_that_hides_nothing_is_not_asked_about(pools):
+    """It would wait for the device in each step."""
+    assert pools(2).run(ranks.asked, False) == [[0.0, 0.0]] * 2
+    assert pools(2).run(ranks.asked, True) == [[1.0, 1.0]] * 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_global_view_carries_it(pools, kind):

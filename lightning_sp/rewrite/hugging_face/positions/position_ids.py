@@ -7,7 +7,7 @@ reference, except for the documents that the user declared.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def pass_position_ids(
     if context.step is None:
         return _declared_documents(context.reference, module, args, kwargs)
     batch = context.step.batch
+    context.step.masks_are_the_batchs = _are_the_batchs(batch, [*args, *kwargs.values()])
     if counts_in_rows(module, kwargs) and _given_by_loader(batch, kwargs) is None:
         return args, {**kwargs, "position_ids": None, "use_cache": False}
     count = counts.of_ids if kwargs.get("inputs_embeds") is None else counts.of_embeddings
@@ -134,6 +135,12 @@ def _counted_by_itself(
             "batch, or use a model that counts by order, or from its ids or its mask"
         )
     return kwargs
+
+
+def _are_the_batchs(batch: SequenceInfo, given: Sequence[Any]) -> bool:
+    """Return whether a model is given the padding masks of all sequences of a batch, to which nobody has written since."""
+    masks = [each.mask_in_batch for each in batch.sequences if each.mask_in_batch is not None]
+    return all(any(each is mask for each in given) and mask._version == version for mask, version in masks)
 
 
 def _given_by_loader(batch: SequenceInfo, kwargs: Mapping[str, Any]) -> Tensor | None:

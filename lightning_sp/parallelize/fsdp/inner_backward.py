@@ -7,7 +7,7 @@ of its own, which leaves none behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -56,8 +56,9 @@ def without_reduction(root: nn.Module) -> Iterator[None]:
     before = [group.reduce_grads for group in groups]
     for group in groups:
         group.reduce_grads = False
+    used = used_parameters(root)
     try:
-        with _whole_as_before(groups):
+        with _whole_as_before(groups), nullcontext() if used is None else used.keeping_calls():
             yield
     finally:
         for group, reduces in zip(groups, before, strict=True):

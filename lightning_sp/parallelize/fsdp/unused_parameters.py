@@ -65,6 +65,7 @@ class UsedParameters:
         when_complete: called in a backward with a unit's group when no more gradients of it are to come, and with its parameters and whether
             this rank has used each; None where nobody asks. Of some units that is not known before the backward's end: it is not called.
         when_more: called in its place with a unit's group when there are gradients of it that are more than its calls.
+        steps_in_backward: whether somebody asks in each backward.
         is_set_aside: whether a backward within a step, which is for itself, is in progress.
     """
 
@@ -79,6 +80,7 @@ class UsedParameters:
         self._ran: set[int] = set()
         self._asked: tuple[comm.Largest, int] | None = None
         self.when_complete: Callable[[Any, dict[nn.Parameter, bool]], None] | None = None
+        self.steps_in_backward = False
         self.when_more: Callable[[Any], None] = lambda group: None
         self._heads = {number for number, each in enumerate(self._groups) if each in parameter_groups(heads)}
         # Of each unit, its calls that have had no backward.
@@ -120,6 +122,16 @@ class UsedParameters:
         finally:
             self.is_set_aside = False
             self._used, self._zeros, self._ran, self._calls, self.when_complete = before
+
+    @contextmanager
+    def keeping_calls(self) -> Iterator[None]:
+        """Let a backward within a step, of gradients that may have a graph, be none of the units' last where an optimizer waits for these."""
+        before = dict(self._calls)
+        try:
+            yield
+        finally:
+            if self.steps_in_backward:
+                self._calls = before
 
     def _pre_forward(self, number: int, pre_forward: Any, *args: Any) -> Any:
         if torch.is_grad_enabled():

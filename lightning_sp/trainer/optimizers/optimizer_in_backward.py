@@ -62,10 +62,12 @@ class OptimizerInBackward:
         # As in `whole_steps`: a scheduler made later would wrap it once more, as a method of the class.
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._optimizer.step = step  # type: ignore[method-assign]
+        self._used.steps_in_backward = True
 
     def uninstall(self) -> None:
         """Give the optimizer its own step back."""
         self._optimizer.step = self._original  # type: ignore[method-assign]
+        self._used.steps_in_backward = False
 
     @contextmanager
     def during_backward(self, may_step: Callable[[], bool]) -> Iterator[None]:

@@ -474,4 +474,11 @@ MEMORY = (
         "        if False:\n",
         f"{IN_BACKWARD}::test_what_needs_all_gradients_is_refused_by_name",
     ),
+    fault(
+        "a unit stepped before the graph of a gradient is gone through",
+        "parallelize/fsdp/unused_parameters.py",
+        "            if self.steps_in_backward:\n",
+        "            if False:\n",
+        f"{IN_BACKWARD}::test_a_gradient_with_a_graph_is_not_the_last_backward_of_a_unit",
+    ),
 )

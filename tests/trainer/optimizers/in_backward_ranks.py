@@ -107,12 +107,22 @@ class Module(Plain):
     def __init__(self, build: Any, optimizer: str, options: dict[str, Any], is_penalized: bool = False) -> None:
         super().__init__(build)
         self.name, self.options, self.is_penalized = optimizer, options, is_penalized
+        # A unit of its own.
+        self.critic = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1)) if build is Judged else None
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if self.is_penalized:
             loss = loss + 0.1 * self.model.inner.model.layers[1].input_layernorm.weight.square().sum()
-        return loss
+        return loss + self.judged() if self.critic is not None else loss
+
+    def judged(self) -> Tensor:
+        """What a critic says of two things, and how fast that changes: a gradient that has a graph."""
+        seen = [torch.linspace(-1, 1, 32, dtype=torch.float64).mul(each).requires_grad_() for each in (1, 2, 3)]
+        first = self.critic(seen[0]).sum()
+        (slope,) = torch.autograd.grad(first, seen[0], create_graph=True)
+        second, third = (self.critic(each).sum() for each in seen[1:])
+        return second.square() + third.square() + first.square() + slope.square().sum()
 
     def configure_optimizers(self) -> Any:
         parameters = [*self.parameters()]
@@ -128,8 +138,13 @@ class Module(Plain):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class Judged(HuggingFaceLlama):
+    """A model beside a critic."""
+
+
 BUILDS = {
     "untied": HuggingFaceLlama,
+    "judged": Judged,
     "penalized": HuggingFaceLlama,
     "tied": TiedLlama,
     "experts": Experts,

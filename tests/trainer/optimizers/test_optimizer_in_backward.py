@@ -129,3 +129,9 @@ def test_what_needs_all_gradients_is_refused_by_name(pools):
     for found in pools(2).run(ranks.refusals, 2, dict(ring_size=2), [*REFUSED]):
         for name, said in zip(REFUSED, found, strict=True):
             assert said.startswith(f"optimizer_in_backward=True with {REFUSED[name]}"), said
+
+
+def test_a_gradient_with_a_graph_is_not_the_last_backward_of_a_unit(pools):
+    """What it goes through is gone through once more."""
+    for plain, in_backward in both(pools(2), 2, dict(ring_size=2), [dict(build="judged")]):
+        same(plain[0], in_backward[0])

@@ -134,6 +134,8 @@ class SequenceContext:
         self.watched_numbers: frozenset[str] = frozenset()
         # Whether training_step leaves tensors of tokens in lists and dicts of the module, for a hook at the epoch's end.
         self.keeps_in_training = False
+        # Whether a hook of the user's at the batch's end reads what training_step returns.
+        self.hands_outputs = False
         # Which tensors that steps return or keep have a rank's tokens.
         self.token_outputs = TokenOutputs()
         # Names of the buffers that training_step moves; None where no trial has told.

@@ -198,6 +198,7 @@ class Trial:
                     step = self.context.step or Step(batch=self.own)
                     gradients = self._gradients(loss)
                 buffers, mesh = buffers_of(self.module), self.context.mesh
+                found.handed(output if self.context.hands_outputs else None)
                 found.attributes(self.module, self.control_group)
                 alike = mesh.data_group if self.context.global_view else None
                 found.metrics(self.module, alike, self.control_group, mesh.token_group)
@@ -263,8 +264,9 @@ class Trial:
     def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""
         with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found:
-            self.run_whole()
+            output = self.run_whole()
             found.attributes(self.module, self.control_group)
+            found.handed(output if self.context.hands_outputs else None)
             mesh = self.context.mesh
             found.metrics(self.module, mesh.data_group, self.control_group, mesh.token_group)
         return found.numbers

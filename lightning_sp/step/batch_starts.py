@@ -59,6 +59,7 @@ class BatchStarts(CurrentSequence, ABC):
         self._stops.follow(trainer, self.zigzag_mesh, self._groups.world)
         self._batch_starts.follow(trainer)
         self._batch_ends.follow(trainer)
+        self._steps.context.hands_outputs = self._batch_ends.reads_outputs("training_step")
         if self.zigzag_mesh.data_parallel_size > 1:
             self._of_fillers.follow(trainer)
             self._filler_logs.follow(trainer)

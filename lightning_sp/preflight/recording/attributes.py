@@ -126,7 +126,7 @@ def changed_attributes(
             if not _is_equal(value, old):
                 for_hooks = name.count(".") == 1 and "[" not in name and (evaluates or name.partition(".")[2] in read)
                 shape = f" of shape {tuple(value.shape)}" if value.dim() and not for_hooks else ""
-                found[f"{name}{shape}{ATTRIBUTE}"] = _number_of(value)
+                found[f"{name}{shape}{ATTRIBUTE}"] = number_of(value)
         elif value != old:
             found[f"{name}{ATTRIBUTE}"] = float(value)
     return found
@@ -136,11 +136,11 @@ def _is_equal(value: Tensor, old: Any) -> bool:
     if not isinstance(old, Tensor) or value.shape != old.shape:
         return False
     if isinstance(value, GlobalTensor) or isinstance(old, GlobalTensor):  # of two steps, each with its own places
-        return _number_of(value) == _number_of(old)
+        return number_of(value) == number_of(old)
     return torch.equal(value, old)
 
 
-def _number_of(value: Tensor) -> float:
+def number_of(value: Tensor) -> float:
     """Return a number that tells tensors apart: those of normalised tokens have one norm, whichever tokens they are."""
     if value.numel() == 1:
         return float(value.detach())

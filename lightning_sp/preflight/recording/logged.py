@@ -16,8 +16,11 @@ from torch.distributed import ProcessGroup
 from torchmetrics import Metric, MetricCollection
 
 from lightning_sp import comm
-from lightning_sp.preflight.recording.attributes import attributes_of, changed_attributes
+from lightning_sp.global_view.tensors.sequence_tensor import GlobalTensor
+from lightning_sp.preflight.recording.attributes import ATTRIBUTE, attributes_of, changed_attributes, number_of
+from lightning_sp.step.results.output_structure import leaves_of
 from lightning_sp.trainer.logged_numbers.row_metrics import outermost_metrics, parts_of, was_updated
+from lightning_sp.users_code.ownership import key_text
 
 # Behind a name: what weighs the number in its mean over an epoch. Synchronized, the ranks' own add up.
 WEIGHT = " (batch_size)"
@@ -82,6 +85,17 @@ class StepNumbers:
         for name, value in (output if isinstance(output, Mapping) else {"loss": output}).items():
             if isinstance(value, Tensor) and value.numel() == 1 and str(name) not in self.numbers:
                 self.numbers[f"{name} (returned)"] = Number(_plain(value))
+
+    def handed(self, output: Any) -> None:
+        """Take the tensors beside the loss that a training step returns for a hook: of tokens they have other shapes on a part."""
+        for path, value in leaves_of(output):
+            if not path or path[0] == "loss" or not isinstance(value, Tensor) or isinstance(value, GlobalTensor):
+                continue
+            if value.numel() and not value.is_complex():
+                name = "".join(f"[{key_text(key)}]" for key in path)
+                self.numbers[f"training_step's output{name} of shape {tuple(value.shape)}{ATTRIBUTE}"] = Number(
+                    number_of(value)
+                )
 
     def attributes(self, module: nn.Module, control_group: ProcessGroup | None, *, evaluates: bool = False) -> None:
         """Take what the step has left in attributes of the user's modules. Every rank must call it.

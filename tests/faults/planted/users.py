@@ -675,6 +675,13 @@ USERS = (
         "tests/trainer/processes/test_counted_ranks.py::test_a_number_of_ranks_that_share_sequences_is_said_to_be_one[sequence]",
     ),
     fault(
+        "a row's number that a training step returns, handed to a hook as a part's",
+        "step/batch_starts.py",
+        'hands_outputs = self._batch_ends.reads_outputs("training_step")',
+        "hands_outputs = False",
+        "tests/trainer/hooks/test_batch_ends.py::test_a_number_of_each_row_that_a_training_step_returns_is_one_devices",
+    ),
+    fault(
         "counts that a hook adds up by hand in the global view, once for each rank",
         "step/current_sequence.py",
         "        by_hand = group is _NOT_GIVEN and isinstance(tensor, Tensor) and is_called_by_user()\n",

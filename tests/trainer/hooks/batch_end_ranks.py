@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from tests.trainer.lightning_ranks import trainer_of
-from tests.trainer.tiny import Plain, TokenDataset, _full, tiny_gpt
+from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_gpt
 
 
 class Reads(pl.Callback):
@@ -114,3 +114,23 @@ def run(
         "weights": weights,
         "logged": logged,
     }
+
+
+class EachRow(Plain):
+    """Returns each row's loss, which its hook keeps."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> Any:
+        each = F.cross_entropy(self.logits(batch).movedim(-1, 1), batch["shift_labels"], reduction="none")
+        return {"loss": super().training_step(batch, batch_idx), "each": each.detach().mean(1)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.rows += outputs["each"].tolist()
+
+
+def each_row(world: int, strategy: dict[str, Any]) -> list[float]:
+    """Return what a hook has been handed of each row."""
+    torch.manual_seed(0)
+    module: Any = EachRow(tiny_gpt)
+    module.rows = []
+    quiet_trainer(world, strategy=strategy).fit(module, DataLoader(TokenDataset(4), batch_size=2))
+    return list(module.rows)

@@ -51,6 +51,12 @@ def test_outputs_that_are_no_tokens_are_one_devices_in_the_global_view(pools):
             same({kind: actual["seen"][kind]}, {kind: expected["seen"][kind]})
 
 
+def test_a_number_of_each_row_that_a_training_step_returns_is_one_devices(pools):
+    [expected] = pools(1).run(ranks.each_row, 1, {})
+    for actual in pools(2).run(ranks.each_row, 2, {"ring_size": 2, "global_view": "auto"}):
+        assert actual == pytest.approx(expected, rel=1e-10)
+
+
 class Hooks:
     def ignores(self, *_):
         return 3

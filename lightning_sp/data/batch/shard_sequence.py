@@ -86,13 +86,8 @@ def shard_sequence(
     if padded > length:
         boundaries = pad_boundaries(boundaries, padded)
         position_ids = torch.cat([position_ids, torch.arange(padded - length).expand(rows, -1)], 1)
-        check_padding(
-            {} if options.global_view else sequence.dims,
-            layout,
-            length,
-            padded,
-            apart=padded > layout.padded_length(length),
-        )
+        dims = {} if options.global_view else sequence.dims
+        check_padding(dims, layout, length, padded, apart=padded > layout.padded_length(length))
     balance = balanced_layout(boundaries, visible.run, layout, padded, options)
     layout = layout if balance is None else balance.layout
 

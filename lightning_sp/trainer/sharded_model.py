@@ -63,13 +63,14 @@ from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
 from lightning_sp.trainer.optimizers.optimizer_in_backward import OptimizerInBackward, step_in_backward
 from lightning_sp.trainer.optimizers.weight_averaging import WeightAverages
 from lightning_sp.trainer.optimizers.whole_steps import step_whole_where_needed
+from lightning_sp.trainer.processes.counted_ranks import CountedRanks
 from lightning_sp.trainer.processes.preemption import save_when_preempted, set_exit_code, superseded
 from lightning_sp.trainer.processes.process_strategy import ProcessStrategy
 from lightning_sp.trainer.processes.sigterm import Sigterm
 from lightning_sp.trainer.processes.time_limit import Limit
 
 
-class ShardedModelStrategy(ProcessStrategy):
+class ShardedModelStrategy(CountedRanks, ProcessStrategy):
     """A LightningModule sharded over a mesh that has an axis ``data_parallel``. Lightning asks a strategy for these hooks."""
 
     def __init__(self, *, process_group_backend: str | None, config: StrategyConfig) -> None:

@@ -22,8 +22,8 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.users_code.ownership import is_file_of_user
 
 _TRAINER = "lightning.pytorch.trainer.trainer"
-# `if self.trainer.world_size > 1` asks whether there are other ranks.
-_IS_COMPARED = re.compile(r"(?:world_size|num_devices)\s*(?:[<>]|[=!]=)")
+# `if self.trainer.world_size > 1` asks whether there are other ranks; an assertion makes nothing of it.
+_IS_COMPARED = re.compile(r"^assert\b|(?:world_size|num_devices)\s*(?:[<>]|[=!]=)")
 
 
 class CountedRanks(ParallelStrategy, ABC):

@@ -22,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning_utilities.core.rank_zero import rank_zero_only as utils_rank_zero_only
 from torch import Tensor
 from typing_extensions import override
@@ -29,7 +30,6 @@ from typing_extensions import override
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.nodes import ranks_per_node
-from lightning_sp.trainer.processes.counted_ranks import CountedRanks
 from lightning_sp.trainer.processes.joining import check_local_rank, how_started, while_joining
 from lightning_sp.trainer.processes.launchers import ExternalLauncher, ScriptLauncher, run
 from lightning_sp.trainer.processes.parent import STARTED_BY, ParentWatch, run_of
@@ -39,7 +39,7 @@ from lightning_sp.trainer.processes.variables import check_variables
 T = TypeVar("T")
 
 
-class ProcessStrategy(CountedRanks):
+class ProcessStrategy(ParallelStrategy):
     """One process per device under Lightning's own cluster environments (script launcher, torchrun, SLURM, ...)."""
 
     # Lightning reads it of strategies it does not know: without it there is neither a sampler nor sync_dist.

@@ -27,8 +27,8 @@ torch {torch}.
 Each flow is a script of `tests/flows/`, as its user would write it. It runs in float64 on one device under plain
 Lightning, and under `SequenceParallelStrategy` at Ulysses 2, at ring 2, and at 2 data-parallel groups of ring 2. Exact
 means: all three leave the weights of one device, and the same metrics and outputs. Dropout is off. A
-script whose `LAYOUTS` names others ran in those: losses and numbers by hand are averaged over data-parallel groups as
-DDP does, which is not one device's mean.
+script whose `LAYOUTS` names others ran in those: numbers by hand, and losses that compare rows, are averaged over
+data-parallel groups as DDP does, which is not one device's mean.
 
 """
 TITLES = {"data": "Data", "losses": "Losses", "models": "Models", "trainer": "The Trainer"}

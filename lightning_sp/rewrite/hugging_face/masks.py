@@ -53,7 +53,7 @@ def requested_mask(
         args: of the interface.
         kwargs: likewise.
 
-    Communicates: where the model hides padding one all_reduce of 8 bytes.
+    Communicates: one all_reduce of 8 bytes where the padding hides tokens, or another mask than the batch's reached the model.
 
     Raises:
         SequenceParallelError: a function that reads tensors of this rank's tokens, or padding that is not the batch's.

@@ -47,7 +47,7 @@ class Step:
         requested_causal: whether the masks that a Hugging Face model asked for were causal.
         attention_patterns: of the attention calls, one after the other.
         checked_padding_masks: explicit masks, with their versions, that were found equal to the batch's padding mask.
-        masks_are_the_batchs: the Hugging Face model that began last was given the batch's own padding masks, to which nobody has written.
+        has_batch_masks: the Hugging Face model that began last was given the batch's own padding masks, to which nobody has written.
         dropout_calls: numbers of the attention calls with dropout.
         whole_calls: likewise of the modules that run whole on every rank.
         logs_new: whether it logs under a name that no trial has compared.
@@ -70,7 +70,7 @@ class Step:
     requested_causal: set[bool] = field(default_factory=set)
     attention_patterns: list[AttentionPattern] = field(default_factory=list)
     checked_padding_masks: list[tuple[Tensor, int]] = field(default_factory=list)
-    masks_are_the_batchs: bool = False
+    has_batch_masks: bool = False
     dropout_calls: DropoutCalls = field(default_factory=DropoutCalls)
     whole_calls: WholeCalls = field(default_factory=WholeCalls)
     logs_new: bool = False

@@ -199,7 +199,7 @@ def _counts_within_documents() -> bool:
 def _hides_padding(context: SequenceContext, batch: SequenceInfo, padding: Tensor) -> bool:
     """Return whether the batch's padding hides tokens, which what reached the model must hide too. Every rank of a sequence must call it."""
     assert context.step is not None
-    is_untouched = context.step.masks_are_the_batchs or torch.compiler.is_compiling()
+    is_untouched = context.step.has_batch_masks or torch.compiler.is_compiling()
     # One that should hide nothing is looked at where it may be another one: that waits for the device.
     if batch.hides_keys or not (batch.has_attention_mask and is_untouched):
         # Only a shard's own rank knows its values: all ranks of the sequence refuse what one refuses. Ranks of other sequences do not take part:

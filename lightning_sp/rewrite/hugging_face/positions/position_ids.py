@@ -40,7 +40,7 @@ def pass_position_ids(
     if context.step is None:
         return _declared_documents(context.reference, module, args, kwargs)
     batch = context.step.batch
-    context.step.masks_are_the_batchs = _are_the_batchs(batch, [*args, *kwargs.values()])
+    context.step.has_batch_masks = _are_batch_masks(batch, [*args, *kwargs.values()])
     if counts_in_rows(module, kwargs) and _given_by_loader(batch, kwargs) is None:
         return args, {**kwargs, "position_ids": None, "use_cache": False}
     count = counts.of_ids if kwargs.get("inputs_embeds") is None else counts.of_embeddings
@@ -137,7 +137,7 @@ def _counted_by_itself(
     return kwargs
 
 
-def _are_the_batchs(batch: SequenceInfo, given: Sequence[Any]) -> bool:
+def _are_batch_masks(batch: SequenceInfo, given: Sequence[Any]) -> bool:
     """Return whether a model is given the padding masks of all sequences of a batch, to which nobody has written since."""
     masks = [each.mask_in_batch for each in batch.sequences if each.mask_in_batch is not None]
     return all(any(each is mask for each in given) and mask._version == version for mask, version in masks)

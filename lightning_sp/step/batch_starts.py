@@ -32,6 +32,7 @@ from lightning_sp.trainer.agreed_stop import AgreedStop
 from lightning_sp.trainer.hooks.batch_end_hooks import WholeBatchEnds
 from lightning_sp.trainer.hooks.batch_hooks import HandedBatch
 from lightning_sp.trainer.hooks.batch_start_hooks import WholeBatchStarts
+from lightning_sp.trainer.logged_numbers.epoch_weights import EpochWeights
 from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
 
 _DIM = 1  # of a sequence that a hook adds, behind its rows
@@ -52,6 +53,7 @@ class BatchStarts(CurrentSequence, ABC):
         follow = partial(self._follow_metrics, anew=True)
         self._of_fillers = FillerHooks(lambda: self._batch, lambda: self.root_device, follow)
         self._filler_logs = FillerLogs(lambda: self._batch)
+        self._epoch_weights = EpochWeights(lambda: self._batch)
         self._stops = AgreedStop()
 
     def _follow_hooks(self, trainer: Any) -> None:
@@ -60,12 +62,14 @@ class BatchStarts(CurrentSequence, ABC):
         self._batch_starts.follow(trainer)
         self._batch_ends.follow(trainer)
         self._steps.context.hands_outputs = self._batch_ends.reads_outputs("training_step")
+        self._epoch_weights.follow(trainer)
         if self.zigzag_mesh.data_parallel_size > 1:
             self._of_fillers.follow(trainer)
             self._filler_logs.follow(trainer)
 
     def _release_hooks(self) -> None:
         self._filler_logs.release()
+        self._epoch_weights.release()
         self._of_fillers.release()
         self._batch_starts.release()
         self._batch_ends.release()

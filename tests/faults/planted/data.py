@@ -263,6 +263,13 @@ DATA = (
         "tests/trainer/batches/test_rows_of_groups.py::test_each_group_counts_by_its_rows[7]",
     ),
     fault(
+        "a batch of tokens first that weighs a part's length in an epoch's mean",
+        "trainer/logged_numbers/epoch_weights.py",
+        "            return sequence.length\n",
+        "            return found\n",
+        "tests/trainer/logged_numbers/test_epoch_weights.py::test_a_batch_of_tokens_first_weighs_its_whole_length",
+    ),
+    fault(
         "what a step logs of unequally many rows averaged as if they were equally many",
         "trainer/logged_numbers/filler_logs.py",
         "info.rows if results.training else 1",

@@ -125,7 +125,11 @@ class SequenceContext:
         # told. What each group's terms count by in trials, whether some have any, and whether crops of unequal counts were tried.
         self.by_counts: bool | None = None
         self.noted_counts: list[Tensor] = []
-        self.has_own_terms = self.counts_tried = False
+        # Likewise the terms of each loss, as `loss.added_constants` describes them; what is added to the counts that divide them (empty where
+        # no other trial tells it again), with which counts that was told, and whether it was again.
+        self.noted_terms, self.told_by = list[Any](), list[float]()
+        self.added: Any = None
+        self.has_own_terms = self.counts_tried = self.added_is_told = False
         # Of the sums that a step logs, by the step's name and theirs, whether the ranks of a sequence have one together, or each a part of it.
         self.logged_once: dict[str, dict[str, bool]] = {}
         # The names under which training_step logs in trials that compare them; None before the first.
@@ -178,7 +182,8 @@ class SequenceContext:
     def forget_sums(self) -> None:
         """Begin a fit, of whose losses no trial has told over which rows their sums are."""
         self.sums_over_groups, self.adds_up_rows, self.by_counts = None, False, None
-        self.has_own_terms = self.counts_tried = False
+        self.has_own_terms = self.counts_tried = self.added_is_told = False
+        self.added = None
 
     def begin(self, step: Step) -> None:
         """Put a step in progress. Of a batch without a sequence attention and positions are the model's own: every rank has all rows."""

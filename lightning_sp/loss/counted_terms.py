@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.context.step import SequenceContext
+from lightning_sp.loss.added_constants import added_to, described
 from lightning_sp.loss.own_terms import MOST_TERMS, OwnTerm, is_empty, own_terms
 
 _ROUNDING = 1e-9
@@ -40,18 +41,34 @@ def counted_terms(
     Communicates: 264 bytes over the data-parallel groups, in a trial and where they count so.
     """
     is_whole = context.loss_step is None or context.reference is not None
-    if is_whole or context.mesh.data_parallel_size == 1 or not (context.by_counts or context.is_tried):
+    if context.mesh.data_parallel_size == 1 or not (context.by_counts or context.is_tried):
+        yield None
+        return
+    if is_whole:
+        describe_terms(loss, context)
         yield None
         return
     terms = _terms(loss, context, is_normalized=is_normalized)
     counts = _gathered(loss, terms, context, is_filler=is_filler)
     if context.is_tried:
         context.noted_counts.append(counts)
+        if loss.grad_fn is not None:  # none of manual optimization's sum of losses
+            context.noted_terms.append(None if terms is None else described(terms))
     with ExitStack() as stack:
         if context.by_counts and terms:
             for handle in _weigh(loss, terms, counts, is_filler=is_filler):
                 stack.callback(handle.remove)
         yield counts
+
+
+def describe_terms(loss: Tensor | None, context: SequenceContext) -> tuple[Any, ...]:
+    """Note the terms of a loss of a trial's whole rows, what one device divides them by; return those of all losses of it so far."""
+    if context.mesh.data_parallel_size > 1 and loss is not None and loss.grad_fn is not None:
+        with _past_modes():
+            terms = own_terms(loss, 1, context.mesh.sequence_group)
+            own = None if terms is None else [each for each in terms if not each.is_of_all_groups]
+            context.noted_terms.append(None if own is None else described(own))
+    return tuple(context.noted_terms)
 
 
 def counts_of_groups(loss: Tensor, context: SequenceContext) -> Tensor:
@@ -92,8 +109,12 @@ def _gathered(loss: Tensor, terms: list[OwnTerm] | None, context: SequenceContex
     if terms and not is_filler:
         clamped = _are_clamped(loss, terms, context)
         with _past_modes():
-            counted = torch.stack([each.count(loss) for each in terms])
-            own[1 : 1 + len(terms)] = torch.where(clamped, torch.zeros_like(counted), counted)
+            counted, added = torch.stack([each.count(loss) for each in terms]), added_to(terms, context.added, loss)
+            own[1 : 1 + len(terms)] = torch.where(clamped & (added == 0), torch.zeros_like(counted), counted - added)
+    if terms and context.added:  # each group's part of what one device adds once
+        with _past_modes():
+            added = added_to(terms, context.added, loss) / context.mesh.data_parallel_size
+            own[1 : 1 + len(terms)] += added
     return torch.stack(comm.gather(own, context.mesh.data_group))
 
 

@@ -33,6 +33,10 @@ _OF_SEVERAL = {"CatBackward0", "StackBackward0"}
 _MEAN, _SUM = 1, 2  # torch's numbers of reductions
 
 
+# A node, which of its outputs, its coefficient so far, what that is made of, and the way to it.
+_Left = tuple[Any, int, "float | Tensor", tuple["float | Tensor", ...], tuple[str, ...]]
+
+
 class _UnreadableError(Exception):
     """A number of the graph is packed away, or in compiled code: within a checkpoint it would be computed again."""
 
@@ -46,12 +50,14 @@ class OwnTerm:
         coefficient: of it in the loss.
         numbers: over which it is a mean itself; 1 of a sum, the group's rows where that is not known.
         divisors: that its coefficient is made of.
+        path: names of the nodes between the loss and it, of those that make something else of it.
     """
 
     node: tuple[Any, int]
     coefficient: float | Tensor
     numbers: int
     divisors: tuple[float | Tensor, ...] = ()
+    path: tuple[str, ...] = ()
 
     def count(self, like: Tensor) -> Tensor:
         """Return what it counts by: numbers / coefficient, 0 where it counts for nothing. Shapes: -> (), float64."""
@@ -62,6 +68,11 @@ class OwnTerm:
         """Return whether a divisor is 1, the least that a count of targets may be clamped to. Shapes: -> (), bool."""
         ones = [torch.as_tensor(each, device=like.device).reshape(()) == 1 for each in self.divisors]
         return torch.stack(ones).any() if ones else torch.zeros((), dtype=torch.bool, device=like.device)
+
+    @property
+    def is_of_all_groups(self) -> bool:
+        """Whether it is a cross entropy of torch's, in a whole run: of groups that is a mean over all targets."""
+        return str(self.node[0].name()).startswith("NllLoss")
 
     def factor(self, like: Tensor) -> Tensor:
         """Return its coefficient. Shapes: -> (), float64."""
@@ -82,23 +93,28 @@ def own_terms(
     if loss.grad_fn is None:
         return []
     found: list[OwnTerm] = []
-    left: list[tuple[Any, int, float | Tensor, tuple[float | Tensor, ...]]] = [(loss.grad_fn, loss.output_nr, 1.0, ())]
+    left: list[_Left] = [(loss.grad_fn, loss.output_nr, 1.0, (), ())]
     try:
         while left:
-            node, output, coefficient, divisors = left.pop()
+            node, output, coefficient, divisors, path = left.pop()
             is_last = is_normalized and node is loss.grad_fn
             if hasattr(node, "variable"):  # a weight, the same in all groups
                 continue
             if hasattr(node, "group"):
                 if node.group is sequence_group:
-                    found.append(OwnTerm(node=(node, output), coefficient=coefficient, numbers=1, divisors=divisors))
+                    found.append(
+                        OwnTerm(node=(node, output), coefficient=coefficient, numbers=1, divisors=divisors, path=path)
+                    )
             elif (parts := _parts(node)) is not None:
                 for part, index, factor in parts:
                     others = (1.0 / factor,) if isinstance(factor, Tensor) and not is_last else ()
-                    left.append((part, index, coefficient * factor, (*divisors, *others)))
+                    names = () if is_last or node.name() in _SAME else (node.name(),)
+                    left.append((part, index, coefficient * factor, (*divisors, *others), (*path, *names)))
             else:
                 numbers = rows if (known := _numbers(node)) is None else known
-                found.append(OwnTerm(node=(node, output), coefficient=coefficient, numbers=numbers, divisors=divisors))
+                found.append(
+                    OwnTerm(node=(node, output), coefficient=coefficient, numbers=numbers, divisors=divisors, path=path)
+                )
             if len(found) + len(left) > MOST_TERMS:
                 return None
     except _UnreadableError:
@@ -199,4 +215,7 @@ def _saved(node: Any, name: str) -> Any:
 def _number(node: Any, name: str) -> Any:
     """Return a number that a node has kept, in float64: a count is whole, or in the loss's own dtype. As `_saved`."""
     found = _saved(node, name)
-    return found.detach().double() if isinstance(found, Tensor) else found
+    if not isinstance(found, Tensor):
+        return found
+    # Of a number of Python's torch keeps a tensor that follows the default dtype as that does: 1 / 52.5 would be rounded to float32.
+    return found.detach() + torch.zeros((), dtype=torch.float64, device=found.device)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.context.token_outputs import Shapes
+from lightning_sp.loss.added_constants import Described
 from lightning_sp.preflight.recording.hidden_terms import Call, Weights
 from lightning_sp.preflight.recording.logged import Number
 from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers
@@ -28,6 +29,7 @@ class Outcome:
         num_over_groups: reductions of it over all data-parallel groups; likewise.
         num_means: cross entropies of it that are means over the tokens of all groups; likewise.
         counts: what each data-parallel group's terms of each of its losses count by; likewise.
+        terms: of each of its losses, what they are divided by; None where that cannot be read.
         by_counts: whether the gradients are those of groups that count so: the loss is a group's own even then; likewise.
         dtypes: floating ones that it computed in; known of a whole run alone, as the rest.
         draws: random numbers that it drew.
@@ -48,6 +50,7 @@ class Outcome:
     num_over_groups: int = 0
     num_means: int = 0
     counts: tuple[Tensor, ...] = ()
+    terms: tuple[list[Described] | None, ...] = ()
     by_counts: bool = False
     dtypes: frozenset[torch.dtype] = frozenset()
     draws: tuple[Draw, ...] = ()

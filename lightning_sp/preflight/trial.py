@@ -17,7 +17,7 @@ from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.context.streams import streams_from
 from lightning_sp.errors import SequenceParallelError, text_of, told_error
 from lightning_sp.layout import positions
-from lightning_sp.loss.counted_terms import counted_terms
+from lightning_sp.loss.counted_terms import counted_terms, describe_terms
 from lightning_sp.parallelize import (
     failing_together,
     gathered,
@@ -42,8 +42,6 @@ from lightning_sp.step.results.kept_values import KeptValues
 from lightning_sp.step.results.output_structure import leaves_of, shapes_of
 
 SEED = 1234
-
-
 # What to look at where a step fails on one device too.
 _OF_LENGTH = (
     "where the model needs a fixed length, set preflight_tokens to it; preflight=False trains without the check"
@@ -122,6 +120,7 @@ class Trial:
         with together(), self._alone(self.batch, seed), module_stack(self.module) as stack:
             calls: list[AttentionCall] = []
             before = KeptValues(self.module, trains=True)
+            self.context.noted_terms.clear()
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
                     with (
@@ -144,6 +143,7 @@ class Trial:
                     ) from error
             return Outcome(
                 loss=loss,
+                terms=describe_terms(loss, self.context),
                 gradients=gradients_of(self.module, loss),
                 buffers=buffers_of(self.module),
                 dtypes=frozenset(watch.dtypes | reduce_dtypes(self.module)),
@@ -185,7 +185,7 @@ class Trial:
                 recorded_numbers(self.module) as found,
             ):
                 before = KeptValues(self.module, trains=True)
-                self.context.noted_counts.clear()
+                self.context.noted_counts, self.context.noted_terms = [], []
                 with self._named(), failing_together(self.module):
                     with (
                         self._as_the_whole(),
@@ -210,6 +210,7 @@ class Trial:
                     num_over_groups=step.num_over_groups,
                     num_means=len(step.token_counts),
                     counts=tuple(self.context.noted_counts),
+                    terms=tuple(self.context.noted_terms),
                     by_counts=bool(self.context.by_counts),
                     numbers=found.numbers,
                     keeps=bool(before.new()),

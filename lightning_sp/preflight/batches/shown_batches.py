@@ -55,7 +55,8 @@ def try_counts(
 ) -> None:
     """Find out how data-parallel groups count in a loss of their own rows, by crops of which one has fewer tokens that count."""
     context, mesh = runner.context, runner.context.mesh
-    is_open = context.has_own_terms and context.by_counts is None and not found.adds_up_rows
+    is_told = context.by_counts is not None and (not context.added or context.added_is_told)
+    is_open = context.has_own_terms and not is_told and not found.adds_up_rows
     if not is_open or context.counts_tried or math.isnan(found.difference) or not found.is_one_devices:
         return
     context.counts_tried = True
@@ -70,7 +71,23 @@ def try_counts(
             return False
         if other is not None and not other.is_one_devices:
             rank_zero_warn(other.describe())
-        return context.by_counts is not None
+        return context.by_counts is not None and (not context.added or context.added_is_told)
 
     first_row = mesh.data_parallel_rank % (crop.rows // own.rows) * own.rows
     try_uneven_counts(crop, own, first_row, found.compared, options, attempt)
+    if context.added and not context.added_is_told:
+        _try_without_constants(tried_on(crop, own), runner)
+
+
+def _try_without_constants(trial: Trial, runner: StepRunner) -> None:
+    """Compare once more where one crop looks as if something was added to counts that divide the loss, and no other one tells it again.
+
+    Raises:
+        SequenceParallelError: the loss is no mean over the groups, either.
+    """
+    context = trial.context
+    context.added, context.by_counts = {}, False
+    runner.start_run()
+    found = run_with_other_tokens(trial)
+    if found is not None and not found.is_one_devices:
+        rank_zero_warn(found.describe())

@@ -224,6 +224,13 @@ LOSS = (
         _COUNTED,
     ),
     fault(
+        "what a step adds to its counts, once for each group",
+        "loss/counted_terms.py",
+        "            added = added_to(terms, context.added, loss) / context.mesh.data_parallel_size\n",
+        "            added = added_to(terms, context.added, loss)\n",
+        _COUNTED,
+    ),
+    fault(
         "a group without a target that counts as its clamped divisor",
         "loss/counted_terms.py",
         "    return empty & by_one\n",

@@ -42,6 +42,23 @@ def _clamped(logits: Tensor, targets: Tensor) -> Tensor:
     return (each * counts).sum() / counts.sum().clamp(min=1)
 
 
+def _plus_one(logits: Tensor, targets: Tensor) -> Tensor:
+    """Divide by counts with something added, one device's and a group's alike."""
+    each, counts = _losses(logits, targets)
+    rare = counts & (targets % 3 == 0)
+    return (
+        2 * each.mean()
+        - 0.5 * (each * counts).sum() / (counts.sum() + 1)
+        + (each * rare).sum() * (2 / (rare.sum().item() + 0.5))
+    )
+
+
+def _root(logits: Tensor, targets: Tensor) -> Tensor:
+    """Divide by what is no count with something added, though one crop looks so."""
+    each, counts = _losses(logits, targets)
+    return (each * counts).sum() / counts.sum().clamp(min=1).sqrt()
+
+
 def _times(logits: Tensor, targets: Tensor) -> Tensor:
     each, counts = _losses(logits, targets)
     return 0.5 * (each * counts).sum() * (1 / max(1, int(counts.sum())))
@@ -80,6 +97,8 @@ def _drawn(logits: Tensor, targets: Tensor) -> Tensor:
 LOSSES = {
     "masked": _masked,
     "clamped": _clamped,
+    "plus one": _plus_one,
+    "root": _root,
     "times": _times,
     "selected": _selected,
     "terms": _terms,

@@ -3,7 +3,8 @@ count, not by numbers.
 
 Each rank holds its own part of a matrix, so no numbers can be compared. But a tensor counts the writes to it, and whether there is a gradient is
 known: one rank's `zero_grad()`, a `mul_` of its shards, or `optimizer.state.clear()`, shows in these. They go with the message about each batch;
-where code of the user's runs between a backward and its update, in a hook, they are compared once more before the update.
+where code of the user's runs between a backward and its update, in a hook, they are compared once more before the update. So they are before a
+checkpoint and at the end of a fit, behind which no batch comes. Writes behind a run are compared when the next one begins, or is saved.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_sp import comm
+from lightning_sp.mesh import SequenceMesh
 from lightning_sp.parallelize import num_writes, reshard
 from lightning_sp.parameter_names import user_name
 
@@ -52,6 +54,7 @@ class AgreedWrites:
 
     def __init__(self) -> None:
         self._shards: dict[str, Tensor] = {}
+        self._left: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._before: dict[str, int] = {}
         self._gradients: dict[str, tuple[Tensor, int]] = {}
         self._stepped: dict[int, Optimizer] = {}
@@ -61,6 +64,7 @@ class AgreedWrites:
     def start(
         self,
         root: nn.Module,
+        mesh: SequenceMesh,
         group: ProcessGroup | None,
         *,
         plugin: Any,
@@ -71,6 +75,7 @@ class AgreedWrites:
 
         Args:
             root: the sharded module.
+            mesh: this rank's coordinates.
             group: the world, on a backend for host tensors.
             plugin: Lightning's, which runs hooks between a backward and its update.
             optimizers: of the fit.
@@ -89,7 +94,7 @@ class AgreedWrites:
             # Of any optimizer: one around another may lack hooks, and steps by the other's.
             undo.append(register_optimizer_step_post_hook(self._note_states).remove)
         if any(comm.gather_objects(acts_between, group)):
-            undo.append(_called_after(plugin, lambda: self._compare(group)))
+            undo.append(_called_after(plugin, lambda: self._compare_before_update(mesh, group)))
 
         def undo_all() -> None:
             for each in undo:
@@ -98,8 +103,10 @@ class AgreedWrites:
         self._undo = undo_all
 
     def end(self) -> None:
-        """Give Lightning its own back, and forget the module."""
+        """Give Lightning its own back, and let the module go."""
         self._undo()
+        if self._shards:
+            self._left = {name: (weakref.ref(each), num_writes(each)) for name, each in self._shards.items()}
         self._undo, self._shards, self._before, self._gradients = _nothing, {}, {}, {}
         self._stepped, self._states = {}, {}
 
@@ -163,12 +170,31 @@ class AgreedWrites:
             number = num_writes(gradient) - known[1]
         return num_writes(parameter) - self._before[name], number
 
-    def _compare(self, group: ProcessGroup | None) -> None:
-        """Raise where ranks have written differently. Communicates: one all_reduce of 16 bytes on the host."""
-        own = self.digest
-        highest, lowest = comm.Largest(torch.tensor([own, -own]), group).arrived().tolist()
-        if highest != -lowest:
-            comm.refuse_writes(self.described(), group)
+    def compare(self, group: ProcessGroup | None) -> None:
+        """Compare where no batch or update does, in a run or behind it. Every rank must call it.
+
+        Communicates: one all_reduce of 16 bytes on the host.
+
+        Raises:
+            SequenceParallelError: ranks have written differently; on all of them.
+        """
+        of_run = bool(self._shards)
+        if not comm.all_equal(torch.tensor([self.digest if of_run else comm.digest_of(self._behind())]), group):
+            comm.refuse_writes(self.described() if of_run else self._behind(), group)
+
+    def _behind(self) -> dict[str, str]:
+        """Return in words what was written to the shards since their last run."""
+        there = {name: (shard(), writes) for name, (shard, writes) in self._left.items()}
+        since = {name: num_writes(each) - writes for name, (each, writes) in there.items() if each is not None}
+        return {name: f"written to {number} times behind the run" for name, number in since.items()}
+
+    def _compare_before_update(self, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
+        """Raise where ranks have written differently, or where some leave the update out. Communicates: as for a batch, with which a rank that
+        leaves it out goes on: messages of other sizes would end a process in gloo's native code, without a word."""
+        comm.check_same_batch(
+            None, digest=0, data_parallel_rank=mesh.data_parallel_rank, num_ring_passes=mesh.num_ring_passes, num_groups=mesh.data_parallel_size,
+            loop={"what comes next": "an optimizer's step"}, written=comm.Written(0, self.digest, self.described), group=group,
+        )  # fmt: skip
 
 
 def _called_before(plugin: Any, act: Callable[[], None]) -> Callable[[], None]:

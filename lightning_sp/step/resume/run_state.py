@@ -51,14 +51,16 @@ class RunState:
         self.schedules = Schedules()
 
     def start(self, trainer: Any, mesh: SequenceMesh, group: ProcessGroup | None, *, fitting: bool) -> None:
-        """Begin a run with rank 0's seed. Communicates: one broadcast of it; as `AgreedWrites.start` and `AgreedUpdate.start`."""
+        """Begin a run with rank 0's seed. Communicates: one broadcast of it; as `AgreedWrites.compare` and `start`, `AgreedUpdate.start`."""
         module = trainer.lightning_module
         self.buffers.follow(module, mesh)
+        self.writes.compare(group)
         if fitting:
             between = acts_before_updates(trainer)
             strategy = trainer.strategy
             self.writes.start(
                 module,
+                mesh,
                 group,
                 plugin=strategy.precision_plugin,
                 # In the backward each block's part is stepped by itself, at another time on each rank.
@@ -93,7 +95,12 @@ class RunState:
         self.alone.watch(module, step, mesh, group)
 
     def end_fit(self, module: Any, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
-        """Give all ranks the buffers that a checkpoint has, and warn of what they do not have alike. Every rank must call it."""
+        """Give all ranks the buffers that a checkpoint has, and warn of what they do not have alike. Every rank must call it.
+
+        Raises:
+            SequenceParallelError: they have written to their parts of the model differently since the last batch.
+        """
+        self.writes.compare(group)
         self.buffers.share_all()
         self.alone.compare(module, module.trainer.global_step, mesh, group)
 
@@ -127,8 +134,13 @@ class RunState:
             shard_size: ranks over which parameters are split.
             group: the world, on a backend for host tensors.
 
-        Communicates: every rank's random states; what `ReplicaWatch.compare`, `RankAloneWatch.compare` and `RankBuffers.share_all` do.
+        Communicates: every rank's random states; what `AgreedWrites.compare`, `ReplicaWatch.compare`, `RankAloneWatch.compare` and
+            `RankBuffers.share_all` do.
+
+        Raises:
+            SequenceParallelError: ranks have written to their parts of the model differently, and the checkpoint would be of both.
         """
+        self.writes.compare(group)
         self.buffers.share_all()
         self.replicas.compare(module, trainer.global_step, shard_size, group)
         self.alone.compare(module, trainer.global_step, mesh, group)

@@ -38,6 +38,8 @@ WRITES: dict[str, Any] = {
     "gradient": lambda module, _: _norm(module).grad.mul_(0.5),
     "gradient's part": lambda module, _: _norm(module).grad.to_local().mul_(0.5),
     "gradient's data": lambda module, _: _norm(module).grad.data.clamp_(max=0.1),
+    "gradient clipped": lambda module, _: torch.nn.utils.clip_grad_value_([_norm(module)], 1e-4),
+    "weights in a list": lambda module, _: torch._foreach_mul_([_norm(module), _table(module).data], 0.5),
     "weight": lambda module, _: _norm(module).mul_(0.5),
     "weight's data": lambda module, _: _norm(module).data.mul_(0.5),
     "weight's part": lambda module, _: _norm(module).to_local().mul_(0.5),
@@ -75,6 +77,12 @@ class Writing(Plain):
     def on_train_batch_end(self, *_: Any) -> None:
         self.write("on_train_batch_end")
 
+    def on_train_end(self) -> None:
+        self.write("on_train_end")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", float(batch_idx))
+
 
 class WritingBetween(Writing):
     """Has hooks between a backward and its update, too."""
@@ -100,6 +108,16 @@ class WritingByHand(WritingBetween):
         self.manual_backward(loss)
         self.write("training_step", optimizer)
         optimizer.step()
+
+
+class LeavesOut(Writing):
+    """One rank leaves an update out, by what it alone knows of its gradients."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.global_rank == 1 and batch_idx == 1:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -146,7 +164,10 @@ class WrappedBare(Wrapped):
     has_hooks = False
 
 
-KINDS = {"training_step": WritingByHand, "on_train_batch_start": Writing, "on_train_batch_end": Writing}
+KINDS = {
+    "training_step": WritingByHand,
+    **dict.fromkeys(("on_train_batch_start", "on_train_batch_end", "on_train_end"), Writing),
+}
 
 
 def fit(
@@ -163,3 +184,28 @@ def fit(
     except SequenceParallelError as error:
         said = str(error)
     return {"said": said, "steps": trainer.global_step}
+
+
+def behind(folder: str, world: int, strategy: dict[str, Any], on_all: bool) -> list[str]:
+    """Train, write to the weights behind that, on rank 1 or all, and save, validate and train again; return what was said each time."""
+    torch.manual_seed(0)
+    module, loader = Writing(tiny_llama), DataLoader(TokenDataset(4), batch_size=2)
+    trainer = quiet_trainer(world, strategy=strategy, max_steps=2)
+    trainer.fit(module, loader)
+    if on_all or trainer.global_rank == 1:
+        with torch.no_grad():
+            _norm(module).mul_(0.5)
+    trainer.fit_loop.epoch_loop.max_steps, trainer.fit_loop.max_epochs = 4, 2
+    said = []
+    acts: list[Any] = [
+        lambda: trainer.save_checkpoint(f"{folder}/behind.ckpt"),
+        lambda: trainer.validate(module, loader, verbose=False),
+        lambda: trainer.fit(module, loader),
+    ]
+    for act in acts:
+        try:
+            act()
+            said.append("")
+        except SequenceParallelError as error:
+            said.append(str(error))
+    return said

@@ -13,6 +13,8 @@ GRADIENT = (
 )
 NONE = "ranks have written to their parts of the model differently: the gradient of "
 WEIGHTS = ["weight", "weight's data", "weight's part", "weight's data's part", "weight's detached part", "assigned"]
+# torch counts none of these.
+IN_A_LIST = ["gradient clipped", "weights in a list"]
 
 
 @pytest.mark.parametrize(
@@ -24,6 +26,45 @@ def test_a_write_of_one_rank_is_refused_before_the_update(pools, what):
         assert answer["said"].startswith(NONE if what not in WEIGHTS else NORM[:70]), answer
         assert "on rank 0; " in answer["said"]
         assert answer["steps"] == 1
+
+
+@pytest.mark.parametrize("what", IN_A_LIST)
+def test_a_write_of_one_rank_to_a_list_is_refused(pools, what):
+    for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT):
+        assert answer["said"].startswith("ranks have written to their parts of the model differently: "), answer
+        assert answer["steps"] == 1
+
+
+@pytest.mark.parametrize("what", [IN_A_LIST[0], pytest.param(IN_A_LIST[1], marks=pytest.mark.slow)])
+def test_a_write_of_all_ranks_to_a_list_is_theirs(pools, what):
+    for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT, True):
+        assert answer == {"said": "", "steps": 3}
+
+
+def test_an_update_that_one_rank_leaves_out_is_named(pools):
+    for answer in pools(2).run(ranks.fit, "", "", 2, LAYOUT, False, ranks.LeavesOut):
+        assert answer["said"].startswith(
+            "ranks would go on in other ways: what comes next is an optimizer's step on rank 0; a batch on rank 1"
+        ), answer
+
+
+def test_a_write_of_one_rank_at_the_end_of_a_fit_is_refused(pools):
+    """No batch follows, and what is saved or exported then would be of both."""
+    for answer in pools(2).run(ranks.fit, "on_train_end", "weight", 2, LAYOUT):
+        assert answer["said"].startswith(NORM[:70]), answer
+        assert answer["steps"] == 3
+    for answer in pools(2).run(ranks.fit, "on_train_end", "weight", 2, LAYOUT, True):
+        assert answer == {"said": "", "steps": 3}
+
+
+def test_a_write_of_one_rank_behind_a_run_is_refused_by_what_comes_next(pools, tmp_path):
+    for said in pools(2).run(ranks.behind, str(tmp_path), 2, LAYOUT, False):
+        assert all(
+            "model.norm.weight is written to 0 times behind the run on rank 0; written to 1 times behind" in each
+            for each in said
+        ), said
+    assert not list(tmp_path.iterdir())
+    assert pools(2).run(ranks.behind, str(tmp_path), 2, LAYOUT, True) == [["", "", ""]] * 2
 
 
 def test_a_gradient_that_one_rank_drops_and_another_replaces_is_refused(pools):

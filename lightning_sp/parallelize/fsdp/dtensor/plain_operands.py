@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -83,6 +84,7 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         fails = fails_on_empty_parts(function, args, kwargs)
         if fails and len(each_alone := _listed(function, args)) > 1:  # not all of a model whole at once
             return [beside_sharded(_, function, types, ([each], *args[1:]), kwargs)[0] for each in each_alone]
+        _count_writes(function, args)
         if is_indexed or fails:
             return together(_of_wholes, function, args, kwargs)
         if getattr(function, "__name__", "") in _LOOK_UPS and any(map(_is_plain, tree_leaves([args, kwargs]))):
@@ -121,6 +123,12 @@ def _listed(function: Callable[..., Any], args: Any) -> list[Any]:
     """Return the tensors of which a function takes a list, and gives one of results; none for another one."""
     takes = getattr(function, "__name__", "").startswith("_foreach_") and isinstance(args[0], (list, tuple))
     return [*args[0]] if takes else []
+
+
+def _count_writes(function: Callable[..., Any], args: Any) -> None:
+    """Count a write to each of a list's sharded tensors (`torch._foreach_mul_`, of which `clip_grad_value_` is made): torch counts none."""
+    if args and isinstance(args[0], (list, tuple)) and getattr(function, "__name__", "").endswith("_"):
+        increment_version([each for each in args[0] if isinstance(each, DTensor)])
 
 
 def _of_replicated(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 # torch's own default of `ignore_index` in cross entropy, and Hugging Face's convention.
 IGNORE_INDEX = -100
+# In which it would be another class, 156 of bytes. No marks of True and False, which a step may negate.
+_WITHOUT_SIGN = (torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+
+
+def can_be_ignored(targets: Tensor) -> Tensor:
+    """Return targets in a dtype that has `IGNORE_INDEX`: int64 where theirs has no numbers below 0."""
+    return targets.long() if targets.dtype in _WITHOUT_SIGN else targets
 
 
 def shift_labels(labels: Tensor) -> Tensor:
@@ -16,4 +24,4 @@ def shift_labels(labels: Tensor) -> Tensor:
 
     Shapes: (B, S) -> (B, S).
     """
-    return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:]
+    return F.pad(can_be_ignored(labels), (0, 1), value=IGNORE_INDEX)[:, 1:]

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp.comm.failing_together import check_peers
 from lightning_sp.comm.groups import group_name, takes_host_tensors
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op, is_traced
+from lightning_sp.comm.pickled import pickled
 
 # Of a picklable value: bytes that say how many there are, and bytes with which most values are done.
 _LENGTH, _SHORT = 8, 2048
@@ -95,7 +96,7 @@ def gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     whole = dist.group.WORLD if group is None else group
     assert whole is not None
     check_peers(group, "an all-gather of objects")
-    own = pickle.dumps(value)
+    own = pickled(value)
     own = len(own).to_bytes(_LENGTH, "little") + own
     found = _gather_bytes(own[:_SHORT], _SHORT, whole)
     ends = [_LENGTH + int.from_bytes(each[:_LENGTH], "little") for each in found]
@@ -123,9 +124,9 @@ def barrier(device: torch.device) -> None:
 def broadcast_object(value: Any, group: ProcessGroup | None, source: int = 0) -> Any:
     """Return rank `source`'s picklable value (its rank within the group) on all ranks of the group."""
     check_peers(group, "a broadcast of an object")
-    box = [value]
+    box = [pickled(value) if dist.get_rank(group) == source else b""]
     dist.broadcast_object_list(box, group=group, group_src=source)
-    return box[0]
+    return pickle.loads(box[0])
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup | None = None, source: int = 0) -> Tensor:

@@ -24,7 +24,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.rules.losses import local_targets
 from lightning_sp.global_view.tensors.placement import Placement
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
-from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 from lightning_sp.layout import positions
 from lightning_sp.loss.output_head.part_functions import LossOfRows
 from lightning_sp.loss.reduction import CrossEntropy, losses_of_tokens, mean_over, reduce_loss, sum_and_count
@@ -255,6 +255,7 @@ def _without_fillers(target: Tensor, ignore_index: int, step: Step | None) -> Te
     """
     if target.is_floating_point():
         return target
+    target = can_be_ignored(target)
     if step is not None and step.batch.is_filler and step.loss_group is None:
         return torch.full_like(target, ignore_index)
     return target if ignore_index == IGNORE_INDEX else target.masked_fill(target == IGNORE_INDEX, ignore_index)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_sp.data.batch.sharded_batch import ShardedBatch
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 
 TARGETS = ("shift_labels", "labels", "targets")
 LOSS_MASKS = ("loss_mask", "completion_mask", "target_mask", "loss_weights")
@@ -90,4 +90,5 @@ def _ignore_targets(batch: Any) -> None:
             f"{', '.join(TARGETS)} of whole numbers to ignore in what fills up the last one: use drop_last=True, or name the targets so"
         )
     for name in known:
-        batch[name] = torch.full_like(batch[name], IGNORE_INDEX if name in TARGETS else 0)
+        ignored = name in TARGETS
+        batch[name] = torch.full_like(can_be_ignored(batch[name]) if ignored else batch[name], IGNORE_INDEX * ignored)

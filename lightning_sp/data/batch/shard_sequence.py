@@ -22,6 +22,7 @@ from lightning_sp.data.batch.packed_documents import document_boundaries, pad_bo
 from lightning_sp.data.batch.padding import VisibleKeys, check_padding, read_visible_keys
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 from lightning_sp.layout import SequenceLayout, pad, shard
 
 
@@ -92,7 +93,10 @@ def shard_sequence(
     layout = layout if balance is None else balance.layout
 
     def cut(name: str, tensor: Tensor, dim: int) -> Tensor:
-        filled = _repeated if options.global_view else partial(pad, value=STANDARD_NAMES.get(name, (dim, 0))[1])
+        value = STANDARD_NAMES.get(name, (dim, 0))[1]
+        if value == IGNORE_INDEX and not options.global_view:
+            tensor = can_be_ignored(tensor)
+        filled = _repeated if options.global_view else partial(pad, value=value)
         return shard(filled(tensor, padded, dim=dim), layout, rank, dim=dim)
 
     local = {n: cut(n, entries[n], dim) for n, dim in sequence.dims.items() if n != sequence.positions_name}

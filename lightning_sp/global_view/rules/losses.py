@@ -15,7 +15,7 @@ from lightning_sp.global_view.exchange.movement import brought
 from lightning_sp.global_view.rules.pointwise import aligned
 from lightning_sp.global_view.tensors.placement import Placement, part_of
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor
-from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 
 
 def elementwise(call: Call) -> Any:
@@ -105,7 +105,7 @@ def local_targets(input: SequenceTensor, target: Tensor) -> tuple[Tensor, Tensor
         target = target.whole()
     held = target.local if isinstance(target, SequenceTensor) else part_of(target, of_target)
     shape = held.shape
-    held = of_target.without_padding(held, IGNORE_INDEX)
+    held = of_target.without_padding(can_be_ignored(held), IGNORE_INDEX)
     logits = _classes_last(input.local)
 
     def shown(losses: Tensor) -> SequenceTensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_sp.data.batch.contents.entries import INPUTS, STANDARD_NAMES
 from lightning_sp.data.batch.filler_marks import LOSS_MASKS, TARGETS
-from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 
 _MASK = "attention_mask"
 # What says how others are to be read is no matter of chance; tokens themselves are shown by what they are compared with.
@@ -59,7 +59,7 @@ def with_padding(entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for other, targets in entries.items():
             ignored = STANDARD_NAMES.get(other, (1, 0))[1] == IGNORE_INDEX
             if ignored and targets.shape == value.shape and not targets.is_floating_point():
-                found[other] = targets.masked_fill(found[name] == 0, IGNORE_INDEX)
+                found[other] = can_be_ignored(targets).masked_fill(found[name] == 0, IGNORE_INDEX)
     return found
 
 
@@ -84,7 +84,7 @@ def with_uneven_counts(
             hidden[name] = _first_rows_but_few(value, rows, 0)
         elif is_of_classes and (name not in _OF_STRUCTURE - {*INPUTS, *TARGETS}):
             if name in TARGETS:
-                ignored[name] = _first_rows_but_few(value, rows, IGNORE_INDEX)
+                ignored[name] = _first_rows_but_few(can_be_ignored(value), rows, IGNORE_INDEX)
             if others := {*numbers.get(name, ())} - {IGNORE_INDEX}:
                 left_out[name] = _first_rows_but_few(value, rows, min(others, key=abs))
     kinds = {"ignored targets": ignored, "hidden tokens": hidden, "tokens that the step looks for": left_out}

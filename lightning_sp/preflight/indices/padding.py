@@ -17,7 +17,7 @@ from lightning_sp import comm
 from lightning_sp.data.batch.contents.entries import STANDARD_NAMES, batch_entries, plain_entries, sequence_dims
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError, told_error
-from lightning_sp.labels import IGNORE_INDEX
+from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crops.both_runs import run_forward, untouched_run
 from lightning_sp.preflight.crops.crop import Crop, rebuild_plain
@@ -79,7 +79,7 @@ def _with_ignored_labels(crop: Crop, options: ShardOptions, layout: SequenceLayo
         pads = min(layout.padded_length(length) - length, length)
         fills = STANDARD_NAMES.get(name, (dim, 0))[1] == IGNORE_INDEX
         if pads and fills and not value.is_floating_point() and not bool((value == IGNORE_INDEX).any()):
-            found[name] = value.clone()
+            found[name] = can_be_ignored(value).clone()
             found[name].narrow(dim, length - pads, pads).fill_(IGNORE_INDEX)
             number = max(number, pads)
     return (rebuild_plain(crop.batch, {**entries, **found}), number) if found else (None, 0)

@@ -6,7 +6,30 @@ from tests.faults.fault import EVALUATED, FITS, REFUSED, fault
 
 DATA_MODULE = "tests/data/test_datamodule.py"
 
+UNSIGNED = "tests/trainer/batches/test_unsigned.py::test_it_trains_as_one_device_does"
+
 DATA = (
+    fault(
+        "padding of labels that are bytes, as class 156",
+        "data/batch/shard_sequence.py",
+        "            tensor = can_be_ignored(tensor)\n",
+        "            pass\n",
+        f"{UNSIGNED}[bytes]",
+    ),
+    fault(
+        "padding of bytes in the global view, as class 156",
+        "global_view/rules/losses.py",
+        "of_target.without_padding(can_be_ignored(held), IGNORE_INDEX)",
+        "of_target.without_padding(held, IGNORE_INDEX)",
+        f"{UNSIGNED}[bytes, global view]",
+    ),
+    fault(
+        "tokens of uint16 that other ranks cannot read",
+        "comm/pickled.py",
+        "        if type(value) is Tensor and value.dtype in _INSTEAD:\n",
+        "        if False:\n",
+        f"{UNSIGNED}[uint16]",
+    ),
     fault(
         "a length that a user gives its dataset through the Trainer, and that stays in an object of ours",
         "data/loaders/fillers.py",

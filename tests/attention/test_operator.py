@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -20,16 +21,29 @@ from lightning_sp.attention.spec.codec import AttentionSpec, encode
 from lightning_sp.attention.spec.scores import Scores
 from lightning_sp.config import AttentionOptions
 from tests.attention.tensors import tensors
+from tests.slow import slow
+
+EVERY = [*itertools.product(("zigzag", "assigned"), ("", "bias", "function"), (4, 1), ("dense", "packed"))]
+# Every pair of what they differ in but one.
+PAIRS = [
+    ("zigzag", "", 4, "dense"),
+    ("zigzag", "bias", 1, "packed"),
+    ("zigzag", "function", 4, "packed"),
+    ("assigned", "", 1, "packed"),
+    ("assigned", "bias", 4, "dense"),
+    ("assigned", "function", 1, "dense"),
+]
 
 
 # torch 2.15's own opcheck reads .grad of what is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor")
-@pytest.mark.parametrize("boundaries", [None, boundaries_from_lengths([[3, 9], [12]])], ids=["dense", "packed"])
-@pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.filterwarnings("ignore:torch flash")
-@pytest.mark.parametrize("scored", ["", "bias", "function"])
-@pytest.mark.parametrize("assigned", [None, torch.tensor([[0, 0, 7], [0, 7, 12]])], ids=["zigzag", "assigned"])
-def test_the_operator_keeps_its_contract_with_pytorch(boundaries, kv_heads, scored, assigned):
+@pytest.mark.parametrize(
+    ("layout", "scored", "kv_heads", "documents"), [*PAIRS, *slow(*(each for each in EVERY if each not in PAIRS))]
+)
+def test_the_operator_keeps_its_contract_with_pytorch(layout, scored, kv_heads, documents):
+    assigned = torch.tensor([[0, 0, 7], [0, 7, 12]]) if layout == "assigned" else None
+    boundaries = boundaries_from_lengths([[3, 9], [12]]) if documents == "packed" else None
     q, k, v = (t.requires_grad_(True) for t in tensors((2, 4, 12, 8), (2, kv_heads, 12, 8), (2, kv_heads, 12, 8)))
     mask = AttentionMask(boundaries=boundaries, window_size=(7, None))
     sinks = torch.linspace(-1, 1, 4, dtype=torch.float64, requires_grad=True)

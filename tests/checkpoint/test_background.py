@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint import background_ranks as ranks
+from tests.slow import slow
 
 
 def test_what_changes_after_a_save_has_begun_is_not_saved(pools: Any, tmp_path: Path):
@@ -68,7 +69,7 @@ def test_a_run_that_ends_by_an_error_waits_for_its_last_checkpoint(pools: Any, t
     assert pools(2).run(ranks.raised, str(tmp_path)) == [[f"step={step}.ckpt" for step in (1, 2, 3)]] * 2
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*slow(1), 2])
 def test_what_is_kept_is_what_is_kept_at_once(pools: Any, tmp_path: Path, world: int):
     for found in pools(world).run(ranks.kept, str(tmp_path)):
         assert found == ["epoch=0-step=6.ckpt", "last.ckpt"]

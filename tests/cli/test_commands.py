@@ -65,10 +65,25 @@ def output_of(process):
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
-    """Start every command at once, and return their folder, each command's output by name."""
-    folder = tmp_path_factory.mktemp("commands")
-    train = script(folder, "lightning-sp-train", "train")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="module")
+def train(folder):
+    return script(folder, "lightning-sp-train", "train")
+
+
+@pytest.fixture(scope="module")
+def swept(folder, train):
+    """Return the output of a sweep, of which the first job is what `two` does, on one process."""
+    jobs = ["seed=0,1", "strategy=single_device", f"hydra.sweep.dir={folder}/sweep"]
+    return output_of(start(folder, [sys.executable, train, "--multirun", *SHORT, *jobs]))
+
+
+@pytest.fixture(scope="module")
+def started(folder, train):
+    """Start both commands at once, and return their folder, each command's output by name."""
     four = folder / "four"
     four.write_text(FOUR)
     two = ["--trainer.strategy", "sequence_parallel", "--trainer.devices", "2", "--trainer.accelerator", "cpu"]
@@ -82,15 +97,6 @@ def started(tmp_path_factory):
             *("--trainer.strategy", "lightning_sp.SequenceParallelStrategy", "--trainer.strategy.ring_size", "2"),
             *("--trainer.devices", "2", "--trainer.accelerator", "cpu", "--trainer.max_steps", "3"),
             *("--trainer.log_every_n_steps", "1", "--trainer.limit_val_batches", "1", *SMALL_DATA),
-        ],
-        "sweep": [
-            sys.executable,
-            train,
-            "--multirun",
-            *SHORT,
-            "seed=0,1",  # the first is what `two` does, on one process
-            "strategy=single_device",
-            f"hydra.sweep.dir={folder}/sweep",
         ],
     }
     running = {
@@ -110,7 +116,7 @@ def summary(folder):
 
 
 @pytest.mark.slow
-def test_two_processes_report_what_one_reports(started):
+def test_two_processes_report_what_one_reports(started, swept):
     folder, outputs = started
     one, two = summary(folder / "sweep" / "0"), summary(folder / "two")
     assert two["mesh"] == "dp 1 x ring 1 x ulysses 2"
@@ -135,14 +141,14 @@ def test_a_run_folder_holds_configuration_metrics_picture_and_checkpoint(started
     assert (run / "checkpoints" / "step-4.ckpt").is_dir()
 
 
-def test_a_sweep_runs_each_job_once_in_its_folder(started):
-    folder, outputs = started
+@pytest.mark.slow
+def test_a_sweep_runs_each_job_once_in_its_folder(folder, swept):
     jobs = sorted(path.name for path in (folder / "sweep").iterdir() if path.is_dir())
     assert jobs == ["0", "1"]
     assert [yaml.safe_load((folder / "sweep" / job / "config.yaml").read_text())["seed"] for job in jobs] == [0, 1]
     assert summary(folder / "sweep" / "0")["perplexity_after"] != summary(folder / "sweep" / "1")["perplexity_after"]
-    assert outputs["sweep"].count("What this run did") == 2
-    assert outputs["sweep"].count("Launching") == 1
+    assert swept.count("What this run did") == 2
+    assert swept.count("Launching") == 1
 
 
 def test_lightnings_cli_fits_with_the_strategy(started):

@@ -6,6 +6,7 @@ What this shows of a GPU kernel: its log-sum-exp layout, its causal alignment, i
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from lightning_sp.attention.reference import reference_attention
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from tests.attention.ranks.attention_ranks import inputs
 from tests.gpu.emulated_ranks import emulate
+from tests.slow import slow
 
 NAMES = ("out", "dq", "dk", "dv")
 DEGREES = [(2, 2), (4, 1), (1, 4)]
@@ -92,10 +94,21 @@ def test_bfloat16_in_stages_that_share_keys(degrees, lengths, window):
     compare_with_unsharded(whole, degrees, mask_of(True, lengths, window), "auto", stages=2)
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=["2x2", "4x1", "1x4"])
-@pytest.mark.parametrize("local_kernel", [None, TiledKernel(tile=8)], ids=["torch cpu", "tiled"])
-@pytest.mark.parametrize("method", METHODS)
-def test_the_emulation_keeps_the_law_on_the_cpu(degrees, local_kernel, method):
+KERNELS = {"torch cpu": None, "tiled": TiledKernel(tile=8)}
+FEW = [
+    ("hops", "torch cpu", (2, 2)),
+    ("hops", "torch cpu", (4, 1)),
+    ("all_gather", "torch cpu", (1, 4)),
+    ("all_gather", "tiled", (2, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "kernel", "degrees"),
+    [*FEW, *slow(*(each for each in itertools.product(METHODS, KERNELS, DEGREES) if each not in FEW))],
+)
+def test_the_emulation_keeps_the_law_on_the_cpu(method, kernel, degrees):
+    local_kernel = KERNELS[kernel]
     # In tiles Python is slow; both ways to share key-value heads are among these.
     for heads in HEADS if local_kernel is None else HEADS[1::2]:
         for lengths, window in ((None, None), ([[5, 20, 7], [32]], None), (None, (6, 3))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -19,10 +20,11 @@ from tests.attention.ranks.attention_ranks import inputs
 from tests.drawn_cases import masks
 from tests.gpu.emulated_ranks import emulate
 from tests.gpu.test_emulated_ranks import METHODS, NAMES, expected
+from tests.slow import slow
 
 # What intervals say; the others are of the scores, which no fused kernel changes.
 NAMED = [name for name, options in masks.NAMED.items() if not {"dense", "mask_mod"} & set(options)]
-DEGREES = [(1, 1), (2, 2), (4, 1), (1, 4)]
+DEGREES = {"1x1": (1, 1), "2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4)}
 
 
 class PackedCpuKernel(TorchCpuKernel):
@@ -85,9 +87,14 @@ def of(tokens, *tensors):
     return [t[None, tokens].transpose(1, 2) for t in tensors]
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=["1x1", "2x2", "4x1", "1x4"])
-@pytest.mark.parametrize("method", METHODS)
-def test_the_law_with_all_blocks_of_a_kind_in_one_call(degrees, method):
+FEW = [("hops", "1x1"), ("hops", "2x2"), ("all_gather", "1x4")]
+
+
+@pytest.mark.parametrize(
+    ("method", "ranks"), [*FEW, *slow(*(each for each in itertools.product(METHODS, DEGREES) if each not in FEW))]
+)
+def test_the_law_with_all_blocks_of_a_kind_in_one_call(method, ranks):
+    degrees = DEGREES[ranks]
     for name in NAMED:
         kernel = PackedCpuKernel()
         assert isinstance(kernel, PackedKernel)

@@ -40,7 +40,11 @@ SUBSET = {
 }  # fmt: skip
 
 # Those that take longest, and those of which another of its kind is in `make test`.
-SLOW = ("mamba", "t5", "gemma4", "deepseek_v32", "deepseek_v3", "bert", "bart", "llama", "gpt_neo", "llama4", "mixtral")
+# tests/rewrite/test_gradients.py has GPT-2, Qwen, Gemma 2, GPT-OSS, and tests/flows ModernBERT.
+SLOW = (
+    "mamba", "t5", "gemma4", "deepseek_v32", "deepseek_v3", "bert", "bart", "llama", "gpt_neo", "llama4", "mixtral",
+    "gpt2", "qwen3", "gemma2", "gpt_oss", "modernbert",
+)  # fmt: skip
 
 # Two kinds of degrees at once, and each alone, by turns.
 DEGREES = dict(zip(SUBSET, itertools.cycle(("2x2", "1x2", "2x1")), strict=False))

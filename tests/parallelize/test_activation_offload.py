@@ -10,7 +10,7 @@ LAYERS, STEPS, MICRO = 5, 2, 2
 
 
 # What a kind changes of an input is one thing, when it leaves another.
-USUAL = ((1, ""), (2, ""), (9, ""), (2, "bfloat16"))
+USUAL = ((1, ""), (2, ""), (2, "bfloat16"))
 
 
 @pytest.mark.parametrize(

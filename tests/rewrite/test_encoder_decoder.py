@@ -68,8 +68,12 @@ def axes(build, kind="own", data=None, strategy=None):
 
 # Their attention, masks and positions are those of T5, BART and the model of one's own; two ranks run them.
 ALIKE = ("umt5", "blenderbot", "pegasus", "torch")
-# Their preflight is that of T5, BART, M2M100 and the model of one's own; with the preflight they are slow.
+# Their preflight is that of T5, BART and the model of one's own; with the preflight they are slow.
 VARIANTS = (
+    "m2m",
+    "dense",
+    "flex",
+    "t5gemma",
     "t5 gated",
     "umt5",
     "bart of two versions",

@@ -6,6 +6,7 @@ import pytest
 
 from lightning_sp.testing import max_error
 from tests.rewrite import searched_ranks as ranks
+from tests.slow import slow
 
 # Of a step.
 SEARCHES = {
@@ -17,7 +18,7 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize("kind", SEARCHES)
+@pytest.mark.parametrize("kind", ["shared", "matrix", "of each layer", *slow("matrix of each layer", "by an object")])
 def test_layers_that_share_a_mask_search_it_once_and_gradients_are_one_devices(pools, kind):
     [(alone, _)] = pools(1).run(ranks.fit, kind, None)
     for grads, searches in pools(2).run(ranks.fit, kind, {"ring_size": 2}):

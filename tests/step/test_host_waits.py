@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +40,24 @@ PLANTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.step.host_waits"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )  # fmt: skip
+@cache
+def found(*names: str) -> dict[str, Any]:
+    """Return what the host does in steps of these kinds."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.step.host_waits", *names]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    steps: list[dict[str, Any]] = json.loads(ended.stdout.splitlines()[-1])
+    steps: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return steps
 
 
 @pytest.fixture(scope="module")
-def steps(found) -> list[Counter[tuple[str, str, str]]]:
-    return [_by_file(each) for each in found]
+def whole() -> Counter[tuple[str, str, str]]:
+    return _by_file(found("whole")["whole"])
+
+
+@pytest.fixture(scope="module")
+def others() -> dict[str, Counter[tuple[str, str, str]]]:
+    return {name: _by_file(each) for name, each in found("planted", "host").items()}
 
 
 def _by_file(found: dict[str, Any]) -> Counter[tuple[str, str, str]]:
@@ -65,32 +71,31 @@ def _is_of_fsdp(line: tuple[str, str, str]) -> bool:
     return line[0] == "device collective" and line[1] in ("allgather_base", "reduce_scatter_base")
 
 
-@pytest.mark.slow
-def test_a_step_waits_for_the_device_once(steps):
-    whole, _, _ = steps
+def test_a_step_waits_for_the_device_once(whole):
     assert {line: number for line, number in whole.items() if not _is_of_fsdp(line)} == OF_A_STEP
 
 
-@pytest.mark.slow
-def test_fsdp_has_groups_of_its_own(found):
+def test_fsdp_has_groups_of_its_own():
     """The sequence is on all ranks: the world's communicator would be the attention's too."""
-    groups = {(group, what) for _, kind, group, what in found[0]["groups"] if kind == "device collective"}
+    groups = {
+        (group, what) for _, kind, group, what in found("whole")["whole"]["groups"] if kind == "device collective"
+    }
     assert {what for group, what in groups if group == "fsdp_shard"} == {"allgather_base", "reduce_scatter_base"}
     assert {what for group, what in groups if group == "attention"} == {"alltoall_base", "send", "recv"}
     assert {what for group, what in groups if group == "default_pg"} == {"allreduce"}
     assert {group for group, _ in groups} == {"fsdp_shard", "attention", "default_pg"}
 
 
-def test_every_kind_of_wait_is_found_where_a_step_of_documents_makes_it(steps):
-    whole, planted, _ = steps
-    found = planted - whole
+@pytest.mark.slow
+def test_every_kind_of_wait_is_found_where_a_step_of_documents_makes_it(whole, others):
+    found = others["planted"] - whole
     assert {what for _, what, _ in found} == PLANTED
     assert {kind for kind, _, _ in found} == {"host wait"}
 
 
-def test_shards_and_inputs_of_blocks_in_the_hosts_memory_cost_copies_and_no_wait_but_for_gradients(steps):
-    whole, _, host = steps
-    found = host - whole
+@pytest.mark.slow
+def test_shards_and_inputs_of_blocks_in_the_hosts_memory_cost_copies_and_no_wait_but_for_gradients(whole, others):
+    found = others["host"] - whole
     store = "parallelize/activation_offload/pinned_host.py"
     # The inputs of two blocks leave; one is there still when its backward begins, and the other comes back ahead of its own.
     assert found["copy", "copy to the host", store] == 2

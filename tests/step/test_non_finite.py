@@ -21,8 +21,7 @@ SAYS = {
 @pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        ("layer", dict(ring_size=2)),
-        pytest.param("layer", dict(ulysses_size=2, data_parallel_size=2), marks=pytest.mark.slow),
+        *slow(("layer", dict(ring_size=2)), ("layer", dict(ulysses_size=2, data_parallel_size=2))),
         ("weight", dict(ulysses_size=2)),
         ("step", dict(ring_size=2)),
         *slow(("dropout", dict(ring_size=2)), ("another batch", dict(ulysses_size=2)), ("targets", dict(ring_size=2))),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.testing import max_error
+from tests.slow import slow
 from tests.trainer import scenarios
 
 TINY = 1e-12
@@ -101,7 +102,7 @@ def test_what_a_predict_step_made_whole_is_returned_as_it_is(pools):
                     assert max_error(actual, one) < 1e-12, name
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("last", "(2,)"), ("flat", "(32, 61)"), ("number", "()")])
+@pytest.mark.parametrize(("kind", "shape"), [("last", "(2,)"), *slow(("flat", "(32, 61)"), ("number", "()"))])
 def test_predictions_computed_from_a_part_are_refused_by_name(pools, kind, shape):
     for answer in pools(2).run(scenarios.predict, 2, dict(ring_size=2), kind):
         for part in (
@@ -116,12 +117,13 @@ def test_predictions_computed_from_a_part_are_refused_by_name(pools, kind, shape
         assert f"one of shape {shape}" in answer
 
 
-@pytest.mark.parametrize("eager", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_initial_weights_are_rank_zeros_bit_for_bit(pools, eager):
+@pytest.mark.parametrize(("eager", "world"), [(True, 2), *slow((True, 4), (False, 4))])
+def test_initial_weights_are_rank_zeros_bit_for_bit(pools, eager, world):
     expected = pools(1).run(scenarios.initial_weights, 1, {}, False, eager)[0]
     # Seeds of each rank's own are the harder case.
-    for strategy, per_rank_seed in ((dict(ring_size=4), eager), (dict(data_parallel_size=2, shard_size=2), True)):
-        for answer in pools(4).run(scenarios.initial_weights, 4, strategy, per_rank_seed, eager):
+    groups = dict(data_parallel_size=2, shard_size=world // 2)
+    for strategy, per_rank_seed in ((dict(ring_size=world), eager), (groups, True)):
+        for answer in pools(world).run(scenarios.initial_weights, world, strategy, per_rank_seed, eager):
             assert answer.keys() == expected.keys()
             assert all(torch.equal(answer[name], expected[name]) for name in expected)
 
@@ -136,8 +138,8 @@ def test_streams_are_read_by_one_rank_and_end_together(pools):
 @pytest.mark.parametrize(
     ("name", "parameters", "grads", "optimizer"),
     [
-        ("64-true", "torch.float64", "torch.float64", "torch.float64"),
-        ("32-true", "torch.float32", "torch.float32", "torch.float32"),
+        *slow(("64-true", "torch.float64", "torch.float64", "torch.float64")),
+        *slow(("32-true", "torch.float32", "torch.float32", "torch.float32")),
         ("bf16-true", "torch.bfloat16", "torch.bfloat16", "torch.bfloat16"),
         ("bf16-mixed", "torch.float32", "torch.float32", "torch.float32"),
     ],
@@ -157,7 +159,7 @@ def test_evaluation_never_enters_inference_mode(pools):
 
 
 @pytest.mark.parametrize(
-    "strategy", [dict(ulysses_size=2, ring_size=2, ring_transport="network"), dict(ulysses_size=4)]
+    "strategy", [dict(ulysses_size=2, ring_size=2, ring_transport="network"), *slow(dict(ulysses_size=4))]
 )
 def test_activation_checkpointing_repeats_neither_kernel_nor_communication(pools, strategy):
     plain = pools(4).run(scenarios.checkpointed_calls, 4, strategy, False)
@@ -185,9 +187,8 @@ def test_recomputation_draws_the_forwards_dropout_again(pools):
     ("size", "stream", "how"),
     [
         (4, False, "marked"),
-        (4, False, "by hand"),
-        (3, False, "marked"),  # the last batch holds a filler
-        (3, False, "by hand"),
+        *slow((4, False, "by hand"), (3, False, "marked")),
+        (3, False, "by hand"),  # the last batch holds a filler
         (4, True, "by hand"),
     ],
 )

@@ -13,7 +13,7 @@ from tests.mask_table import ROWS
 # matrix of float32 has 4 GiB, one of bool 1 GiB.
 BOUND_BYTES = 64 * 2**20
 # The others take a minute each, in tiles.
-QUICK = ("packed", "window left", "chunks")
+QUICK = ("packed", "chunks")
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from lightning_sp.attention.reference import reference_attention
 from lightning_sp.layout import SequenceLayout, merge
 from tests.attention.ranks.attention_ranks import inputs, law_case, whole
 from tests.attention.ranks.operator_ranks import autocast_results, local_results
+from tests.slow import slow
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -26,13 +29,20 @@ def rms(tensor):
     return float(tensor.double().square().mean().sqrt())
 
 
+WAYS = {
+    "2x2": ((2, 2), "hops"),
+    "4x1": ((4, 1), "hops"),
+    "1x4": ((1, 4), "hops"),
+    "1x4 gathered": ((1, 4), "all_gather"),
+}
+FEW = [(True, "4x1"), (True, "1x4"), (False, "2x2"), (False, "1x4 gathered")]
+
+
 @pytest.mark.parametrize(
-    ("degrees", "method"),
-    [((2, 2), "hops"), ((4, 1), "hops"), ((1, 4), "hops"), ((1, 4), "all_gather")],
-    ids=["2x2", "4x1", "1x4", "1x4 gathered"],
+    ("causal", "way"), [*FEW, *slow(*(each for each in itertools.product((True, False), WAYS) if each not in FEW))]
 )
-@pytest.mark.parametrize("causal", [True, False])
-def test_bfloat16_error_is_at_most_twice_the_unsharded_kernels(pools, degrees, method, causal):
+def test_bfloat16_error_is_at_most_twice_the_unsharded_kernels(pools, causal, way):
+    degrees, method = WAYS[way]
     heads, kv_heads, length, dim = 4, 2, 512, 32
     layout = SequenceLayout(degrees[1], degrees[0])
     for seed in range(3):

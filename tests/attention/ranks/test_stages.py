@@ -15,6 +15,7 @@ from tests.attention.ranks.operator_ranks import after_a_failing_stage, exchange
 from tests.attention.ranks.test_law import DEGREES, LEARNED, METHODS, SCORES, TRANSPORTS, hold_the_law, stretched
 from tests.drawn_cases import masks
 from tests.drawn_cases.covering import covering
+from tests.slow import slow
 
 LENGTH, DIM = 64, 8
 # Query and key-value heads. In stages of one head: of 8/2 a key-value head serves several stages; of 12/6 in halves
@@ -65,15 +66,19 @@ def test_law_in_stages_of_pairs(pools, world, length):
         hold_the_law(pools, world, cases[start : start + 400])
 
 
-@pytest.mark.parametrize("degrees", [(2, 1), (2, 2), (4, 1)], ids=["2x1", "2x2", "4x1"])
+WAYS = {"hops": ("network", "hops"), "saved": ("network+saved", "hops"), "all_gather": ("network", "all_gather")}
+DEGREES_OF_STAGES = {"2x1": (2, 1), "2x2": (2, 2), "4x1": (4, 1)}
+# Without a ring all ways are one.
+FEW = [("hops", "2x1"), ("hops", "4x1"), ("saved", "2x2")]
+
+
 @pytest.mark.parametrize(
-    ("transport", "method"),
-    [("network", "hops"), ("network+saved", "hops"), ("network", "all_gather")],
-    ids=["hops", "saved", "all_gather"],
+    ("way", "degrees"),
+    [*FEW, *slow(*(each for each in itertools.product(WAYS, DEGREES_OF_STAGES) if each not in FEW))],
 )
-def test_stages_send_the_same_bytes(pools, degrees, transport, method):
+def test_stages_send_the_same_bytes(pools, way, degrees):
     """The formulas of the docstrings know no stages: a key-value head travels once for all its query heads, round the ring too."""
-    ulysses, ring = degrees
+    (transport, method), (ulysses, ring) = WAYS[way], DEGREES_OF_STAGES[degrees]
     layout = SequenceLayout(ring, ulysses)
     for heads, kv_heads in [(8, 8), (8, 2), (6, 2), (8, 1), (12, 6), (12, 3)]:
         split = HeadSplit(heads, kv_heads, ulysses)

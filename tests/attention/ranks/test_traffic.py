@@ -19,25 +19,28 @@ from tests.attention.ranks.operator_ranks import (
     traffic,
     traffic_of_mask,
 )
+from tests.slow import slow
 
 LENGTH, DIM, MIB = 64, 8, 2**20
 
 
-@pytest.mark.parametrize("degrees", [(4, 1), (1, 4), (2, 2)], ids=["4x1", "1x4", "2x2"])
+WAYS = {
+    "float32": (torch.float32, "network", "hops"),
+    "bfloat16": (torch.bfloat16, "network", "hops"),
+    "saved": (torch.float32, "network+saved", "hops"),
+    "all_gather": (torch.float32, "network", "all_gather"),
+    "all_gather saved": (torch.float32, "network+saved", "all_gather"),
+}
+DEGREES = {"4x1": (4, 1), "1x4": (1, 4), "2x2": (2, 2)}
+# Each way, and each degrees.
+FEW = [("float32", "4x1"), ("bfloat16", "2x2"), ("saved", "1x4"), ("all_gather", "1x4"), ("all_gather saved", "2x2")]
+
+
 @pytest.mark.parametrize(
-    ("dtype", "transport", "method"),
-    [
-        *(
-            (torch.float32, "network", "hops"),
-            (torch.bfloat16, "network", "hops"),
-            (torch.float32, "network+saved", "hops"),
-        ),
-        *((torch.float32, "network", "all_gather"), (torch.float32, "network+saved", "all_gather")),
-    ],
-    ids=["float32", "bfloat16", "saved", "all_gather", "all_gather saved"],
+    ("way", "degrees"), [*FEW, *slow(*(each for each in itertools.product(WAYS, DEGREES) if each not in FEW))]
 )
-def test_bytes_sent_are_the_formulas(pools, degrees, dtype, transport, method):
-    ulysses, ring = degrees
+def test_bytes_sent_are_the_formulas(pools, way, degrees):
+    (dtype, transport, method), (ulysses, ring) = WAYS[way], DEGREES[degrees]
     layout = SequenceLayout(ring, ulysses)
     for (heads, kv_heads), causal in itertools.product([(8, 8), (8, 2), (6, 2), (8, 1)], [True, False]):
         split = HeadSplit(heads, kv_heads, ulysses)
@@ -119,7 +122,11 @@ def test_a_mask_that_fails_on_some_ranks_fails_on_all_and_leaves_nothing(pools):
         assert max(errors) < 1e-5
 
 
-@pytest.mark.parametrize(("world", "degrees"), [(1, (1, 1)), (4, (2, 2))], ids=["1x1", "2x2"])
+# Of one process test_memory.py has twice the length.
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [pytest.param(1, (1, 1), id="1x1", marks=pytest.mark.slow), pytest.param(4, (2, 2), id="2x2")],
+)
 @pytest.mark.parametrize("lengths", [None, [[5000, 1000, 10000, 384]]], ids=["dense", "packed"])
 def test_no_dense_scores_or_mask_at_16384_tokens(pools, world, degrees, lengths):
     length = 16384

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_sp import SequenceParallelError, export_checkpoint
 from lightning_sp.testing import max_error
 from tests.checkpoint.contents import frozen_ranks as ranks
 from tests.checkpoint.contents.frozen_ranks import LEAVES_OUT
+from tests.slow import slow
 
 ADAPTER = {"model.adapter.0.weight", "model.adapter.1.weight"}
 ULYSSES, RING, GROUPS = dict(ulysses_size=2), dict(ring_size=2), dict(data_parallel_size=2)
@@ -84,31 +86,48 @@ ATTACKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def attacked(pools, folder, layouts):
+# Of what a hook does to weights, and of a fit before, one each.
+QUICK = (
+    "trained for a step, by plain SGD, and frozen again",
+    "trained in an earlier fit",
+    "resumed from another whole checkpoint",
+)
+
+
+def attacked(pools, folder, layouts, names=tuple(ATTACKS)):
     """What each attack ended with on each rank, and what a new module has of its checkpoint."""
     found: dict[str, list[Any]] = {}
     for layout in layouts:
         calls = [call("run", {**layout, **WHOLE}, module=dict(seed=2), steps=2, save=str(folder / "other"))]
-        for name, options in ATTACKS.items():
+        for name in names:
+            options = ATTACKS[name]
             of = {key: str(folder / value) if key == "resume" else value for key, value in options.items()}
             of["before"] = {**layout, **of["before"]} if of.get("before") else None
             path = str(folder / f"{name} {len(found)}")
             calls += [call("run", {**layout, **LEAVES_OUT}, save=path, **of), call("restored", RING, path)]
         answers = pools(2).run(ranks.several, calls)
-        for number, name in enumerate(ATTACKS):
+        for number, name in enumerate(names):
             found.setdefault(name, []).extend((rank[1 + 2 * number], rank[2 + 2 * number]) for rank in answers)
     return found
 
 
 @pytest.fixture(scope="module")
 def attacked_on_a_ring(pools, tmp_path_factory):
-    return attacked(pools, tmp_path_factory.mktemp("attacks"), [RING])
+    """Return by name what came of it: of those of `make test` together, of the others when one of them is asked for."""
+
+    @cache
+    def of(names):
+        return attacked(pools, tmp_path_factory.mktemp("attacks"), [RING], names)
+
+    others = tuple(name for name in ATTACKS if name not in QUICK)
+    return lambda name: of(QUICK if name in QUICK else others)[name]
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(name for name in ATTACKS if name not in QUICK))])
 def test_what_was_trained_is_saved_although_it_is_frozen(attacked_on_a_ring, name):
-    assert len(attacked_on_a_ring[name]) == 2
-    for saved, again in attacked_on_a_ring[name]:
+    answers = attacked_on_a_ring(name)
+    assert len(answers) == 2
+    for saved, again in answers:
         assert not saved["error"], saved["error"]
         same(again, saved)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,28 +21,51 @@ from tests.parallelize.fsdp.gloo_collectives_ranks import (
     refused,
     traffic,
 )
+from tests.slow import slow
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SIZES = [0, 1, 7, 1000, 200_003]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=str)
-def test_a_gather_is_the_default_one(pools, world, dtype, async_op):
+GATHERS = [
+    (torch.float64, "sync", 2),
+    (torch.float32, "async", 4),
+    (torch.bfloat16, "async", 2),
+    (torch.uint8, "sync", 4),
+]
+REDUCTIONS = [
+    (torch.float64, "async", "avg", 4),
+    (torch.float32, "sync", "avg", 2),
+    (torch.bfloat16, "async", "sum", 2),
+    (torch.bfloat16, "sync", "sum", 4),
+]
+
+
+def others_slow(few, *axes):
+    """Return a few cases, each value of all axes among them, and the rest of the product for the slow tests."""
+    return [*few, *slow(*(each for each in itertools.product(*axes) if each not in few))]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "when", "world"),
+    others_slow(GATHERS, [*DTYPES, torch.uint8], ("sync", "async"), (2, 4)),
+    ids=str,
+)
+def test_a_gather_is_the_default_one(pools, dtype, when, world):
     for n in SIZES[1:]:
-        for inside, outside, default in pools(world).run(gathers, n, dtype, async_op):
+        for inside, outside, default in pools(world).run(gathers, n, dtype, when == "async"):
             assert torch.equal(inside, default)
             assert torch.equal(outside, default)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("operation", ["sum", "avg"])
-@pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_reduction_of_whole_numbers_is_the_default_one(pools, world, dtype, async_op, operation):
+@pytest.mark.parametrize(
+    ("dtype", "when", "operation", "world"),
+    others_slow(REDUCTIONS, DTYPES, ("sync", "async"), ("sum", "avg"), (2, 4)),
+    ids=str,
+)
+def test_a_reduction_of_whole_numbers_is_the_default_one(pools, dtype, when, operation, world):
     for n in SIZES[1:]:
-        for output, default, _, kept in pools(world).run(reductions, n, dtype, operation, async_op, True):
+        for output, default, _, kept in pools(world).run(reductions, n, dtype, operation, when == "async", True):
             assert torch.equal(output, default)
             assert kept, "the input belongs to FSDP2"
 
@@ -65,9 +90,16 @@ def test_nothing_to_move_is_no_message(pools):
         assert inside.numel() == outside.numel() == 0
 
 
-@pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 1), (4,), (2, 2), (4, 1)], ids=str)
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_gradients_are_one_process(pools, shape, accumulate):
+@pytest.mark.parametrize(
+    ("accumulate", "shape"),
+    others_slow(
+        [(1, (2, 2)), (3, (4,)), (1, (1, 2)), (3, (2, 1))],
+        (1, 3),
+        [(2,), (1, 2), (2, 1), (4,), (2, 2), (4, 1)],
+    ),
+    ids=str,
+)
+def test_gradients_are_one_process(pools, accumulate, shape):
     world = shape[0] * shape[-1] if len(shape) == 2 else shape[0]
     for worst, names in pools(world).run(law, shape, accumulate):
         assert worst <= 1e-10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -34,6 +35,19 @@ class ReadByData(Read):
         return h * self.n
 
 
+POLICIES = ("none", "selective", "budget_1", "budget_50", "full", "matmuls")
+# Each kind of state that is kept, and each of both policies that are not a budget's.
+FEW = (
+    (blocks.Counts, "selective"),
+    (blocks.Reassigns, "selective"),
+    (blocks.Spectral, "none"),
+    (blocks.CountsInPython, "selective"),
+    (blocks.Remembers, "none"),
+    (Read, "none"),
+    (Read, "selective"),
+)
+
+
 def trained(kind, policy, backend):
     torch.compiler.reset()
     torch.manual_seed(7)
@@ -60,28 +74,9 @@ def trained(kind, policy, backend):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
-    "policy",
-    [
-        "none",
-        "selective",
-        *slow("budget_1", "budget_50", "full", "matmuls"),
-    ],
-)
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *(blocks.Counts, blocks.Reassigns, blocks.Spectral, blocks.CountsInPython, blocks.Remembers, Read),
-        *slow(
-            blocks.CountsUnread,
-            blocks.Averages,
-            blocks.WritesMuch,
-            blocks.Normalizes,
-            blocks.Lists,
-            blocks.KeepsInFile,
-            ReadByData,
-        ),
-    ],
-    ids=lambda kind: kind.__name__,
+    ("kind", "policy"),
+    [*FEW, *slow(*(each for each in itertools.product((*KINDS, Read, ReadByData), POLICIES) if each not in FEW))],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
 )
 def test_compiled_blocks_are_as_they_would_be(kind, policy):
     found, expected = trained(kind, policy, "aot_eager"), trained(kind, None, "")

@@ -177,7 +177,7 @@ def test_four_parts_of_each_layer(pools: Any, name: str) -> None:
     "name",
     [
         "parallel",
-        "tied",
+        pytest.param("tied", marks=pytest.mark.slow),
         pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("lora", marks=pytest.mark.slow),
         "packed",

@@ -18,7 +18,7 @@ RING, ULYSSES = dict(ring_size=2), dict(ulysses_size=2)
 
 @pytest.mark.parametrize("what", ["pairs", *slow("every second")])
 @pytest.mark.parametrize(
-    ("degrees", "lengths"), [(RING, (16, 16, 12, 20)), (ULYSSES, (16, 16, 10, 14))], ids=["ring", "ulysses"]
+    ("degrees", "lengths"), [(RING, (16, 16, 12, 20)), *slow((ULYSSES, (16, 16, 10, 14)))], ids=["ring", "ulysses"]
 )
 def test_a_step_that_groups_neighbours_is_tried_before_a_batch_that_is_cut_elsewhere(pools, degrees, lengths, what):
     [plain] = pools(1).run(ranks.fit, 1, None, what, lengths)

@@ -9,6 +9,7 @@ import pytest
 from lightning_sp.preflight.numbers import RankNumbers, counted_once, differences
 from lightning_sp.preflight.recording.logged import Number
 from tests.preflight.evaluation import evaluation_ranks as ranks
+from tests.slow import slow
 
 LAYOUTS = [
     (2, dict(ring_size=2)),
@@ -31,7 +32,7 @@ def test_right_numbers_are_shown_without_a_word(pools: Any, world: int, strategy
             assert found["logged"][name] == pytest.approx(one["logged"][name], rel=1e-6), (rank, name)
 
 
-@pytest.mark.parametrize("run", ["fit", "validate", "test"])
+@pytest.mark.parametrize("run", ["fit", "validate", *slow("test")])
 def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, run: str):
     kinds = ("right", "entropy", "summed", "metric", "returned")
     found, _ = pools(2).run(ranks.shown, 2, run, kinds, dict(ring_size=2))

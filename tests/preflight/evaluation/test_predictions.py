@@ -10,6 +10,7 @@ import torch
 
 from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
 from tests.preflight.evaluation import prediction_ranks as ranks
+from tests.slow import slow
 
 MOVED = torch.arange(200).clamp(min=1)
 LAYOUTS = [
@@ -19,8 +20,16 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("kind", ["logits", "pooled"])
+@pytest.mark.parametrize(
+    ("kind", "world", "strategy"),
+    [
+        ("logits", 2, dict(ring_size=2)),
+        ("pooled", 4, dict(data_parallel_size=2, ring_size=2)),
+        *slow(("pooled", 2, dict(ring_size=2)), ("logits", 4, dict(data_parallel_size=2, ring_size=2))),
+        *slow(("logits", 2, dict(ulysses_size=2)), ("pooled", 2, dict(ulysses_size=2))),
+    ],
+    ids=str,
+)
 def test_right_predictions_are_returned_without_a_word(pools: Any, kind: str, world: int, strategy: dict[str, int]):
     (one,) = pools(1).run(ranks.predicted, kind, 1, {})
     rows = torch.cat([leaves(each)[0].value for each in one["outputs"]])

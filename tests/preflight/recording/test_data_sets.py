@@ -14,9 +14,8 @@ from tests.slow import slow
         ("loader", "tensor"),
         ("loader", "array"),
         ("module", "array"),
-        ("closure", "list"),
         ("sampler", "tensor"),
-        *slow(("sampler", "list"), ("collate", "list")),
+        *slow(("closure", "list"), ("sampler", "list"), ("collate", "list")),
     ],
 )
 def test_a_step_that_writes_a_parts_numbers_into_its_data_goes_on_in_the_global_view(pools, where, kind):

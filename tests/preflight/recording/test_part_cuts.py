@@ -8,6 +8,7 @@ import torch
 from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_cut
 from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers, cuts_of_parts
 from tests.preflight.recording import part_cuts_ranks as ranks
+from tests.slow import slow
 
 
 def assert_same(found, plain):
@@ -60,7 +61,7 @@ def test_a_set_of_tokens_decides_on_whole_sequences(pools):
         assert found["whole"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("elements", "self.met[0]"), ("texts", "len(self.texts)")])
+@pytest.mark.parametrize(("kind", "name"), [*slow(("elements", "self.met[0]")), ("texts", "len(self.texts)")])
 def test_without_a_global_view_a_warning_has_what_a_container_holds(pools, kind, name):
     found = pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": False})
     assert f"shows other numbers than one device: {name} (attribute)" in found[0]["warned"]

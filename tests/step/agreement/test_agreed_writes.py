@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from tests.slow import slow
 from tests.step.agreement import agreed_writes_ranks as ranks
 
 LAYOUT = dict(ulysses_size=2, preflight=False)
@@ -19,7 +22,11 @@ IN_A_LIST = ["gradient clipped", "weights in a list"]
 
 @pytest.mark.parametrize(
     "what",
-    [*WEIGHTS, "zero_grad", "zero_grad to zeros", "no gradient", "gradient", "gradient's part", "gradient's data"],
+    [
+        *("weight", "weight's data", "weight's data's part", "zero_grad", "gradient's part"),
+        *slow("weight's part", "weight's detached part", "assigned"),
+        *slow("zero_grad to zeros", "no gradient", "gradient", "gradient's data"),
+    ],
 )
 def test_a_write_of_one_rank_is_refused_before_the_update(pools, what):
     for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT):
@@ -76,8 +83,9 @@ def test_a_gradient_that_one_rank_drops_and_another_replaces_is_refused(pools):
 @pytest.mark.parametrize(
     ("where", "what"),
     [
-        *(("training_step", each) for each in ("zero_grad", "weight's data")),
-        *(("on_after_backward", each) for each in ("zero_grad", "gradient", "gradient's data")),
+        ("training_step", "weight's data"),
+        *(("on_after_backward", each) for each in ("zero_grad", "gradient")),
+        *slow(("training_step", "zero_grad"), ("on_after_backward", "gradient's data")),
     ],
 )
 def test_wherever_before_the_update_it_is(pools, where, what):
@@ -86,11 +94,22 @@ def test_wherever_before_the_update_it_is(pools, where, what):
         assert answer["steps"] == 1
 
 
-@pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_train_batch_end", "training_step"])
+# Each kind of a write once, and each place.
+STATES = ["state", "state's part", "state's step", "state's entry", "state's new entry", "no state"]
+PLACES = ["on_before_optimizer_step", "on_train_batch_end", "training_step"]
+STATES_AT = [
+    ("state", "on_train_batch_end"),
+    ("state's part", "training_step"),
+    ("state's entry", "on_before_optimizer_step"),
+    ("no state", "on_before_optimizer_step"),
+]
+
+
 @pytest.mark.parametrize(
-    "what", ["state", "state's part", "state's step", "state's entry", "state's new entry", "no state"]
+    ("what", "where"),
+    [*STATES_AT, *slow(*(each for each in itertools.product(STATES, PLACES) if each not in STATES_AT))],
 )
-def test_a_write_of_one_rank_to_its_optimizers_state_is_refused(pools, where, what):
+def test_a_write_of_one_rank_to_its_optimizers_state_is_refused(pools, what, where):
     """Each rank steps its own part of a matrix by it."""
     told = (
         "written to 1 times, with 0"
@@ -105,26 +124,38 @@ def test_a_write_of_one_rank_to_its_optimizers_state_is_refused(pools, where, wh
         assert answer["steps"] == 1
 
 
-@pytest.mark.parametrize("what", ["state", "state's step", "state's entry", "no state"])
+@pytest.mark.parametrize("what", ["state's entry", *slow("state", "state's step", "no state")])
 def test_a_write_of_all_ranks_to_their_optimizers_state_is_theirs(pools, what):
     for answer in pools(2).run(ranks.fit, "on_train_batch_end", what, 2, LAYOUT, True):
         assert answer == {"said": "", "steps": 3}
 
 
-@pytest.mark.parametrize("what", [*WEIGHTS, "zero_grad"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("weight's data's part", "zero_grad"),
+        *slow("weight", "weight's data", "weight's part", "weight's detached part", "assigned"),
+    ],
+)
 def test_a_write_after_the_update_is_refused_with_the_next_batch(pools, what):
     for answer in pools(2).run(ranks.fit, "on_train_batch_end", what, 2, LAYOUT):
         assert answer["said"].startswith("ranks have written to their parts of the model differently: "), answer
         assert answer["steps"] == 1
 
 
-@pytest.mark.parametrize("what", [*WEIGHTS, "assigned uneven", "zero_grad to zeros", "gradient's data"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("weight's data's part", "assigned uneven", "zero_grad to zeros"),
+        *slow("weight", "weight's data", "weight's part", "weight's detached part", "assigned", "gradient's data"),
+    ],
+)
 def test_a_write_of_all_ranks_is_theirs(pools, what):
     for answer in pools(2).run(ranks.fit, "on_before_optimizer_step", what, 2, LAYOUT, True):
         assert answer == {"said": "", "steps": 3}
 
 
-@pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_train_batch_end", "on_train_batch_start"])
+@pytest.mark.parametrize("where", ["on_before_optimizer_step", *slow("on_train_batch_end", "on_train_batch_start")])
 def test_a_rank_may_read_its_part(pools, where):
     for answer in pools(2).run(ranks.fit, where, "read", 2, LAYOUT):
         assert answer == {"said": "", "steps": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.slow import slow
 from tests.step.agreement import rank_alone_ranks as ranks
 
 TWO = dict(ring_size=2)
@@ -13,9 +14,9 @@ TWO = dict(ring_size=2)
     ("what", "said"),
     [
         ("an average of its own", "the buffer model.load is (3,) with numbers of hash "),
-        (".data", "the buffer model.load is (3,) with numbers of hash "),
+        *slow((".data", "the buffer model.load is (3,) with numbers of hash ")),
         ("a hook of a weight", "the hooks of model.head.weight is not given on rank 0; Alone.on_train_batch_end.<locals>.<lambda> on rank 1"),
-        ("a hook of a module", "the hooks of model.layers.0 is "),
+        *slow(("a hook of a module", "the hooks of model.layers.0 is ")),
         ("a forward", "the forward of model.layers.0 is "),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
 from lightning_sp.trainer.shown_progress import Moment
+from tests.slow import slow
 from tests.step.users_numbers import rates_ranks
 
 
@@ -104,8 +105,8 @@ def test_a_schedule_of_many_steps_is_taken_in_strides():
     ("kind", "after", "shown"),
     [
         ("group", 0, "as at optimizer step 7 in epoch 0 (lr=0.03)"),
-        ("last rate", 0, "as at optimizer step 7 in epoch 0 (lr=0.0125)"),
-        ("plateau", 0, "as at optimizer step 4 in epoch 0 (lr=0.01)"),
+        *slow(("last rate", 0, "as at optimizer step 7 in epoch 0 (lr=0.0125)")),
+        *slow(("plateau", 0, "as at optimizer step 4 in epoch 0 (lr=0.01)")),
         ("hook", 6, "after 6 optimizer steps"),
     ],
 )

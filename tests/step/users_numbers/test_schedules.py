@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_sp.step.users_numbers.counters import Counter
 from lightning_sp.step.users_numbers.schedules import Schedules
+from tests.slow import slow
 from tests.step.users_numbers import schedules_ranks as ranks
 
 
@@ -185,7 +186,7 @@ def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5), ("module", 5), ("flag", 1), ("own flag", 1)]
+    ("kind", "step"), [("epoch", 4), ("callback", 6), ("hook", 5), ("module", 5), *slow(("flag", 1)), ("own flag", 1)]
 )
 def test_the_step_in_which_one_changes_is_tried_before_it(pools, kind, step):
     for found in pools(2).run(ranks.fit, kind):

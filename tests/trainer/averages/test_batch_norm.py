@@ -12,10 +12,10 @@ from tests.trainer.averages import batch_norm_ranks as ranks
     ("world", "strategy", "has_tokens"),
     [
         (2, dict(data_parallel_size=2, sequence_parallel_size=1), True),
-        (2, dict(ring_size=2), True),
+        pytest.param(2, dict(ring_size=2), True, marks=pytest.mark.slow),
         (4, dict(data_parallel_size=2, ring_size=2), True),
         pytest.param(4, dict(data_parallel_size=2, ulysses_size=2), True, marks=pytest.mark.slow),
-        (4, dict(data_parallel_size=2, ring_size=2), False),
+        pytest.param(4, dict(data_parallel_size=2, ring_size=2), False, marks=pytest.mark.slow),
     ],
     ids=["data 2", "ring 2", "data 2 x ring 2", "data 2 x ulysses 2", "pictures"],
 )

@@ -8,18 +8,16 @@ from tests.trainer.optimizers import inner_gradients_ranks as ranks
 from tests.trainer.optimizers.test_penalties import same
 
 CASES = [dict(step=name) for name in (*ranks.STEPS, "by_hand", "weighed_by_hand")]
-# A gradient penalty, a gradient of embeddings, of hidden states and of weights, a second derivative, rows by number, and other weights in a
-# module.
+# A gradient penalty and its second derivative, a gradient of embeddings, of hidden states and of weights, rows by number, and other weights
+# in a module.
 USUAL = (
     "penalty",
     "fast_gradient",
     "of_weights",
     "of_states_twice",
-    "inner_step",
     "first_rows",
     "first_order",
     "by_hand",
-    "weighed_by_hand",
 )
 
 

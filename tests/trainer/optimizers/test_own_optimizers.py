@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import max_error
+from tests.slow import slow
 from tests.trainer.optimizers import own_optimizers_ranks as ranks
 
 WHOLE = dict(ulysses_size=2, global_view=True)
 
 
-@pytest.mark.parametrize("preflight", [True, False])
+@pytest.mark.parametrize("preflight", [True, *slow(False)])
 def test_one_that_is_made_within_the_step_trains_as_on_one_device(pools, preflight):
     [expected] = pools(1).run(ranks.fit, "within", 1, None)
     for found in pools(2).run(ranks.fit, "within", 2, dict(**WHOLE, preflight=preflight)):

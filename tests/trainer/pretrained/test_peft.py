@@ -142,23 +142,31 @@ def test_keys_and_values_before_each_layers_train_in_the_global_view(pools, base
 
 @pytest.mark.parametrize("kind", ["prompt", "prompt by a network"])
 def test_virtual_tokens_train_and_are_saved_as_on_one_device(pools, base, tmp_path, kind):
+    hold_virtual_tokens(pools, base, tmp_path, kind, RING if kind == "prompt" else ULYSSES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prompt", "prompt by a network"])
+def test_virtual_tokens_in_the_other_layout(pools, base, tmp_path, kind):
+    hold_virtual_tokens(pools, base, tmp_path, kind, ULYSSES if kind == "prompt" else RING)
+
+
+def hold_virtual_tokens(pools, base, tmp_path, kind, strategy):
     case = dict(kind=kind, place="__init__", folder=base)
     alone, saved = str(tmp_path / "alone"), str(tmp_path / "saved")
     (expected,) = pools(1).run(ranks.runs, [dict(strategy=None, world=1, saved=alone, **case)])[0]
-    for strategy in (RING, ULYSSES):
-        for (actual,) in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, saved=saved, **case)]):
-            same(actual, expected, case)
-        found, wanted = (load_file(f"{folder}/adapter_model.safetensors") for folder in (saved, alone))
-        assert set(found) == set(wanted) == {"prompt_embeddings"}
-        assert max_error(found["prompt_embeddings"], wanted["prompt_embeddings"]) < 1e-10
+    for (actual,) in pools(2).run(ranks.runs, [dict(strategy=strategy, world=2, saved=saved, **case)]):
+        same(actual, expected, case)
+    found, wanted = (load_file(f"{folder}/adapter_model.safetensors") for folder in (saved, alone))
+    assert set(found) == set(wanted) == {"prompt_embeddings"}
+    assert max_error(found["prompt_embeddings"], wanted["prompt_embeddings"]) < 1e-10
 
 
 @pytest.mark.parametrize(
     ("library", "kind", "strategy"),
     [
         ("bitsandbytes", "lora, 4-bit", ULYSSES),
-        *slow(("bitsandbytes", "lora, 4-bit, in evaluation", RING)),
-        ("torchao", "lora, 8-bit", RING),
+        *slow(("bitsandbytes", "lora, 4-bit, in evaluation", RING), ("torchao", "lora, 8-bit", RING)),
     ],
 )
 # transformers' own, of its attribute; PEFT's, of its dispatch.

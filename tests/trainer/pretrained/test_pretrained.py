@@ -19,13 +19,20 @@ def folders(tmp_path_factory):
     return found
 
 
-def cases_of(folders):
-    built = [("from_pretrained", place, "untied") for place in PLACES] + [
-        ("from_config", place, "untied") for place in PLACES
-    ]
-    built += [("from_pretrained", place, "tied") for place in ("__init__", "configure_model")]
+# Ways and places together once more.
+MORE = [
+    ("from_config", "setup", "untied"),
+    ("from_config", "configure_model", "untied"),
+    ("from_pretrained", "configure_model", "tied"),
+]
+
+
+def cases_of(folders, more=False):
+    built = [("from_pretrained", place, "untied") for place in PLACES]
+    built += [("from_config", "__init__", "untied"), ("from_pretrained", "__init__", "tied")]
     built += [(kind, "configure_model", "untied") for kind in ("our config", "attribute", "bfloat16")]
     built += [("load_state_dict", "configure_model", "tied")]
+    built = MORE if more else built
     return [
         dict(kind=kind, place=place, folder=folders[name], precision="32-true" if kind == "bfloat16" else "64-true")
         for kind, place, name in built
@@ -33,7 +40,15 @@ def cases_of(folders):
 
 
 def test_weights_are_rank_0s_wherever_the_model_is_built(pools, folders):
-    cases = cases_of(folders)
+    hold(pools, cases_of(folders))
+
+
+@pytest.mark.slow
+def test_weights_are_rank_0s_in_more_places(pools, folders):
+    hold(pools, cases_of(folders, more=True))
+
+
+def hold(pools, cases):
     alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, **case) for case in cases])[0]
     # The preflight tries a model of each way that is built in configure_model; where it is built, no step asks.
     tried = [case["place"] == "configure_model" for case in cases]

@@ -10,7 +10,7 @@ from tests.trainer.processes import stop_ranks as ranks
 DEGREES = {"groups": {"data_parallel_size": 2}, "one sequence": {"sequence_parallel_size": 2}}
 
 
-FAST = ("on_train_batch_end", "on_validation_end")
+FAST = ("on_train_batch_end",)
 WHERE = [*FAST, *slow(*(each for each in ranks.WHERE if each not in FAST))]
 
 

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
+from tests.slow import slow
 from tests.trainer.processes import collectives_ranks as ranks
 
 WHOLE = dict(sequence_parallel_size=2, global_view=True)
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "by its name", "differentiable", "all_gather", "all_gather_object"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view(pools, how, world):
+WAYS = ("all_reduce", "by its name", "differentiable", "all_gather", "all_gather_object")
+FEW = [(2, "all_reduce"), (2, "by its name"), (2, "differentiable"), (2, "all_gather_object"), (4, "all_gather")]
+
+
+@pytest.mark.parametrize(
+    ("world", "how"), [*FEW, *slow(*(each for each in itertools.product((2, 4), WAYS) if each not in FEW))]
+)
+def test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view(pools, world, how):
     said = f"what all {world} ranks have"
     for answer in pools(world).run(ranks.fit, how, world, WHOLE):
         assert said in answer["said"], answer
@@ -22,7 +30,7 @@ def test_what_would_count_the_ranks_of_a_sequence_is_refused_in_the_global_view(
 
 @pytest.mark.parametrize(
     ("how", "times"),
-    [("largest", 1), ("mean", 1), ("data-parallel", 2), ("self.all_gather", 2), ("every rank", 4)],
+    [("mean", 1), ("self.all_gather", 2), ("every rank", 4), *slow(("largest", 1), ("data-parallel", 2))],
 )
 def test_what_says_which_ranks_it_counts_is_theirs(pools, how, times):
     for answer in pools(4).run(ranks.fit, how, 4, WHOLE):

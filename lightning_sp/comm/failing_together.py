@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.comm.circular_waits import Arrival, CircularWaits, came_apart
 from lightning_sp.users_line import users_place
 
 _GO_ON, _STOP = "1", "2"
@@ -48,6 +48,7 @@ class _Meetings:
 
     def __init__(self) -> None:
         self._store, self._key = _c10d._get_default_store(), f"lightning_sp/meetings/{next(_numbers)}"
+        self.waits = CircularWaits(self._store, self._key, _STOP)
         self._threads = {threading.get_ident()}
         self._count: dict[str, int] = {}  # of this rank's meetings, by group
 
@@ -69,10 +70,10 @@ class _Meetings:
 
         Raises:
             PeerError: one has failed, of this group or of another that one of this group waits for.
-            SequenceParallelError: the first that came has come for another collective.
+            SequenceParallelError: the first that came has come for another collective, or waits for this rank in one of another group.
         """
-        store, size = self._store, dist.get_world_size(group)
-        name = f"{size}/{group.group_name}/{dist.get_process_group_ranks(group)[0]}"
+        store, size, ranks = self._store, dist.get_world_size(group), dist.get_process_group_ranks(group)
+        name = f"{size}/{group.group_name}/{ranks[0]}"
         key = f"{self._key}/{name}"
         if name not in self._count:
             number = store.add(f"{self._key}/groups", 1)
@@ -89,20 +90,17 @@ class _Meetings:
         elif store.check([f"{self._key}/failed"]):
             told = store.compare_set(decision, "", _STOP).decode()
         else:
-            told = store.get(decision).decode()
+            told = self.waits.decision(decision, ranks, what, users_place())
         if told != _GO_ON:
             raise PeerError("another rank has failed by itself")
 
     def _compare(self, key: str, what: str) -> None:
         """Refuse what is not the first's, before this rank has come: the others wait, and are told that it has failed."""
-        own = f"{what}\n{dist.get_rank()}\n{users_place()}"
-        first, rank, line = self._store.compare_set(key, "", own).decode().split("\n")
+        own = Arrival(what, dist.get_rank(), users_place())
+        found = self._store.compare_set(key, "", f"{own.what}\n{own.rank}\n{own.line}").decode()
+        first, rank, line = found.split("\n")
         if first != what:
-            raise SequenceParallelError(
-                f"ranks come to different collectives: rank {rank} to {first} ({line}), rank {dist.get_rank()} to {what} "
-                f"({users_place()}). Code that one rank alone runs (`if self.trainer.is_global_zero:`) may not compute with tensors whose "
-                "tokens lie on several: compute on all of them, and print, log or keep the number on one"
-            )
+            raise came_apart(Arrival(first, int(rank), line), own)
 
     def fail(self) -> None:
         """Let those who wait for this rank, or come to wait for it, stop. In a thread: a store out of reach would hold this rank up."""
@@ -145,6 +143,7 @@ def failing_together() -> Iterator[None]:
         meetings.fail()
         raise
     finally:
+        meetings.waits.close()
         _current.remove(meetings)
 
 
@@ -160,7 +159,7 @@ def check_peers(group: ProcessGroup | None, what: str, tensor: Tensor | None = N
 
     Raises:
         PeerError: another rank has failed.
-        SequenceParallelError: another rank comes to another collective.
+        SequenceParallelError: another rank comes to another collective, of this group or of another.
     """
     if not _current or not _current[-1].is_here:
         return

@@ -55,3 +55,22 @@ def apart(call: str) -> str:
         said = f"{type(error).__name__}: {error}"
     assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
     return said
+
+
+def crossed(ways: tuple[str, ...]) -> str:
+    """Return what a rank is told where ranks wait for each other in different groups; then prove that the groups still work.
+
+    Args:
+        ways: of each rank, which collectives it comes to, as in `told`.
+    """
+    pair = comm.group_of(PAIRS[: dist.get_world_size() // 2])
+    said = ""
+    try:
+        with comm.failing_together():
+            for call in ways[dist.get_rank()]:
+                comm.reduce_sum(torch.ones(1 if call == "p" else 2), pair if call == "p" else None)
+    except (SequenceParallelError, comm.PeerError) as error:
+        said = f"{type(error).__name__}: {error}"
+    assert comm.reduce_sum(torch.ones(1), pair).item() == 2
+    assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
+    return said

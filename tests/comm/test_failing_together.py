@@ -40,3 +40,15 @@ def test_ranks_that_come_to_different_collectives_are_told_of_both(pools: Any, c
     assert "to an all-reduce of (1,), torch.float32 (" in error
     assert f"rank 1 to {named} (" in error
     assert "failing_together_ranks.py:" in error
+
+
+@pytest.mark.parametrize(
+    "ways", [("pw", "wp", "pw", "pw"), ("wppw", "wpw", "wpw", "wpw")], ids=["the first", "a later one"]
+)
+def test_ranks_that_wait_for_each_other_in_different_groups_are_told_of_both(pools: Any, ways: tuple[str, ...]):
+    told = pools(4).run(ranks.crossed, ways)
+    assert all(told)
+    error = next(each for each in told if each.startswith("SequenceParallelError"))
+    assert "ranks come to different collectives: rank " in error
+    assert "an all-reduce of (1,), torch.float32 (" in error
+    assert "an all-reduce of (2,), torch.float32 (" in error

@@ -128,7 +128,7 @@ class Trial:
                         HiddenTerms(self.shown) as terms,
                         UniformOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,
                         numbers_read(self.module, self.context) as read,
-                        forcing(self.forced),
+                        forcing(self.forced, self.module),
                     ):
                         output = self.run_whole()
                         loss = _loss_of_whole(output)

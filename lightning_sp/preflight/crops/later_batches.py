@@ -106,7 +106,7 @@ def _kinds(
 ) -> Iterator[list[_Later]]:
     """Yield what may be otherwise, kind by kind: all of a kind first."""
     yield [_Later(*each) for each in with_compared(entries, compared, rows, piece)]
-    others = dict(with_other_numbers(entries))
+    others = dict(with_other_numbers(entries, {name for name, found in compared.items() if found.by_user}))
     yield [_Later(f"other numbers in {', '.join(others)}", others)] if others else []
     # A library's layer is handed its mask, and is known.
     by_hand = {n: v for n, v in entries.items() if not n.endswith("mask") or compared.get(n, Compared()).by_user}

@@ -18,19 +18,24 @@ from lightning_sp.labels import IGNORE_INDEX, can_be_ignored
 _MASK = "attention_mask"
 # What says how others are to be read is no matter of chance; tokens themselves are shown by what they are compared with.
 _OF_STRUCTURE = {*STANDARD_NAMES} - {"loss_weights"}
+# Kinds of tokens, 0 and 1: a library's layers look them up in a table that may have one row, or make a mask of them.
+_KINDS = "token_type_ids"
 # Tokens of which some can be hidden.
 _LEAST = 8
 # One in so many tokens counts in a group that has fewer.
 _FEW = 4
 
 
-def with_other_numbers(entries: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def with_other_numbers(entries: Mapping[str, Tensor], by_user: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
     """Yield entries with other numbers, where each row has one alone: of float ones any above it, of masks 0 in places, else it or one more.
 
     Args:
         entries: that carry the sequence along dim 1.
+        by_user: those that lines of the user's compute with.
     """
     for name, value in entries.items():
+        if name == _KINDS and name in by_user and value.dim() == 2 and bool((value == value[:, :1]).all()):
+            yield name, value ^ _drawn(value)
         is_mask = name.endswith("mask") and not name.endswith(_MASK)
         if is_mask and value.dim() == 2 and bool((value == 1).all()):
             yield name, value * ~_drawn(value)

@@ -27,6 +27,7 @@ from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced
 from lightning_sp.preflight.recording.numbers_read.read_numbers import (
     Line,
     cuts_of_parts,
+    loops_of_parts,
     numbers_of_groups,
     numbers_of_parts,
 )
@@ -73,6 +74,7 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     """
     groups, control_group = trial.context.mesh.data_parallel_size, trial.control_group
     _look_at_cuts(trial, whole, sharded)
+    _look_at_loops(trial, whole, sharded)
     lines = lines_of_ranks(numbers_of_parts(whole.read, sharded.read, groups), control_group)
     # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
     of_all_groups = sharded.num_over_groups + sharded.num_means > 0
@@ -97,6 +99,22 @@ def _look_at_cuts(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
         f"preflight: training_step cuts tokens by a number of Python's ({', '.join(lines[:2])}) that takes all of a rank's part, or none; "
         "of the whole sequence it may take others, now on a longer batch or once the number is another; use global_view=True, in which the "
         "step cuts whole sequences"
+    )
+    if trial.may_retry:
+        raise SequenceParallelError(told)
+    rank_zero_warn(told)
+
+
+def _look_at_loops(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+    """Find loops that a rank's own tokens end. One that goes round once more alone gathers weights for which the others do not come."""
+    own = [] if trial.context.global_view else loops_of_parts(whole.read, sharded.read)
+    lines = sorted({line for each in comm.gather_objects(own, trial.control_group) for line in each})
+    if not lines:
+        return
+    told = (
+        f"preflight: training_step has a loop that ends by its tokens ({', '.join(lines[:2])}): each rank's own may end it earlier or later, "
+        "and a rank that goes round once more alone waits for the others; use global_view=True, in which all ranks go by whole sequences, or "
+        "end it by a number of all of them: lightning_sp.reductions.sequence_max(x)"
     )
     if trial.may_retry:
         raise SequenceParallelError(told)

@@ -21,8 +21,12 @@ from lightning_sp.preflight.differences.other_results import (
 )
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
-from lightning_sp.preflight.recording.kept_results import results_shown
-from lightning_sp.preflight.recording.progress_read import ProgressRead, shown_at_remainders, shown_later
+from lightning_sp.preflight.recording.progress_read import (
+    ProgressRead,
+    shown_at_remainders,
+    shown_later,
+    with_other_results,
+)
 from lightning_sp.preflight.trial import Trial
 
 
@@ -37,7 +41,7 @@ def compare_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead, com
 
     Communicates: what any rank's step reads, counts and keeps; a whole run for each of some later steps, and more where those do otherwise.
     """
-    own = bool(read.progress or read.rates), bool(read.counters), bool(read.results or read.metrics)
+    own = bool(read.progress or read.rates), bool(read.counters), read.has_results
     reads, counts, keeps = map(any, zip(*comm.gather_objects(own, trial.control_group), strict=True))
     if not (reads or counts or keeps):
         return
@@ -62,7 +66,7 @@ def _does_otherwise_later(
             larger = bool(number % 2)
             when = stack.enter_context(moments[min(number, len(moments) - 1)]())
             if keeps:
-                stack.enter_context(results_shown(trial.module, read.results, read.metrics, larger=larger))
+                stack.enter_context(with_other_results(trial.module, read, larger=larger))
             shown = [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]
             again = replace(trial, crop=" ".join(filter(None, [trial.crop, *shown])))
             found |= _compare_where_otherwise(again, whole, compare)

@@ -12,8 +12,7 @@ from torch import Tensor
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.outcome import Outcome
-from lightning_sp.preflight.recording.kept_results import results_shown
-from lightning_sp.preflight.recording.progress_read import ProgressRead
+from lightning_sp.preflight.recording.progress_read import ProgressRead, with_other_results
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.users_code.ownership import plain_text
 
@@ -31,12 +30,12 @@ def compare_with_other_results(
 
     Communicates: whether any rank's step keeps any; one whole run each way where it does.
     """
-    if not any(comm.gather_objects(bool(read.results or read.metrics), trial.control_group)):
+    if not any(comm.gather_objects(read.has_results, trial.control_group)):
         return
     for larger in (False, True):
         when = results_in_words(read, larger=larger)
         again = replace(trial, crop=f"{trial.crop} {when},")
-        with results_shown(trial.module, read.results, read.metrics, larger=larger):
+        with with_other_results(trial.module, read, larger=larger):
             try:
                 with torch.compiler.set_stance("force_eager"):
                     found = again.whole()
@@ -50,7 +49,10 @@ def compare_with_other_results(
 def results_in_words(read: ProgressRead, *, larger: bool) -> str:
     """Return which results are shown, and as what."""
     names = [
-        *dict.fromkeys([plain_text(each.name) for each in read.results if each.name is not None] + sorted(read.metrics))
+        *dict.fromkeys(
+            [plain_text(each.name) for each in read.results if each.name is not None] + sorted(read.metrics)
+        ),
+        *(f"what {line.rpartition('/')[2]} reads" for line in sorted(read.weights.lines)),
     ]
     return f"with {', '.join(names[:3]) or 'its results'} as if {'large' if larger else 'small'}"
 

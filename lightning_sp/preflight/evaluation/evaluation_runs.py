@@ -178,7 +178,7 @@ def _shown(
         with (
             UniformOutcomes(tokens, turned) as outcomes,
             numbers_read(module, runner.context, name) as read,
-            forcing(forced),
+            forcing(forced, module),
         ):
             output = run(part.batch, part.info)
         found.returned(output)

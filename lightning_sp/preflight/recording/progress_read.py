@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.preflight.recording.kept_results import Result, noting_results
+from lightning_sp.preflight.recording.kept_results import Result, noting_results, results_shown
+from lightning_sp.preflight.recording.read_weights import ReadWeights, weights_shown
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
 from lightning_sp.trainer.noted_remainders import Remainder
@@ -28,6 +29,7 @@ class ProgressRead(NamedTuple):
         results: numbers that it leaves for later steps.
         metrics: names of the trainer's.
         remainders: taken of its counters, as they are shown later.
+        weights: of which it reads numbers.
     """
 
     progress: set[str | Remainder]
@@ -36,6 +38,12 @@ class ProgressRead(NamedTuple):
     results: list[Result]
     metrics: set[str]
     remainders: set[Remainder]
+    weights: ReadWeights
+
+    @property
+    def has_results(self) -> bool:
+        """Whether it keeps numbers for later steps, or reads such that steps change: metrics, weights."""
+        return bool(self.results or self.metrics or self.weights.lines)
 
     def noting(self, run: Callable[[], Any], trainer: Any) -> Callable[[], Any]:
         """Return a step that notes what it counts and leaves: it is run on one batch."""
@@ -43,7 +51,8 @@ class ProgressRead(NamedTuple):
 
     def without_reads(self, counters: Sequence[Counter]) -> ProgressRead:
         """Return counters alone: what the step reads and leaves the first trial has shown it as later."""
-        return ProgressRead(set(), set(), [*counters], [], set(), set())
+        self.weights.lines.clear()
+        return ProgressRead(set(), set(), [*counters], [], set(), set(), self.weights)
 
 
 @contextmanager
@@ -54,8 +63,29 @@ def progress_read(module: Any, counters: Sequence[Counter]) -> Iterator[Progress
         module: of the run.
         counters: that are known; more may be added.
     """
-    with shown_progress(module) as read, noted_rates(module.trainer) as rates, noted_metrics(module) as metrics:
-        yield ProgressRead(read, rates, list(counters), [], metrics, set())
+    with (
+        shown_progress(module) as read,
+        noted_rates(module.trainer) as rates,
+        noted_metrics(module) as metrics,
+        ReadWeights(module) as weights,
+    ):
+        yield ProgressRead(read, rates, list(counters), [], metrics, set(), weights)
+
+
+@contextmanager
+def with_other_results(module: Any, read: ProgressRead, *, larger: bool) -> Iterator[None]:
+    """Show what a step keeps and reads as if it were small, or large, and put it back.
+
+    Args:
+        module: of the run.
+        read: by its step.
+        larger: whether it is shown as large.
+    """
+    with (
+        results_shown(module, read.results, read.metrics, larger=larger),
+        weights_shown(module, read.weights, larger=larger),
+    ):
+        yield
 
 
 def shown_later(

@@ -106,6 +106,21 @@ def _bounded_sizes(function: ast.AST) -> Iterator[ast.expr | ast.stmt]:
             yield from (one for name in names for one in sizes.get(name, ()))
 
 
+def ends_a_loop(file: str, line: int) -> bool:
+    """Return whether a line asks whether a loop goes on: that of a `while`, or an `if` that breaks one off. By its text."""
+    return line in _lines_that_end_loops(file)
+
+
+@lru_cache(maxsize=64)
+def _lines_that_end_loops(file: str) -> frozenset[int]:
+    if any(folder in file for folder in INSTALLED):
+        return frozenset()
+    loops = [each for each in _nodes(file) if isinstance(each, (ast.While, ast.For))]
+    within = (each for loop in loops for each in ast.walk(loop) if isinstance(each, ast.If))
+    ends = (each.test for each in within if any(isinstance(part, ast.Break) for part in each.body))
+    return _lines_of([*(each.test for each in loops if isinstance(each, ast.While)), *ends])
+
+
 def _multiplies(node: ast.AST) -> bool:
     """Return whether an expression has a product, or asks for one."""
     names = {"numel", "nelement", "prod"}

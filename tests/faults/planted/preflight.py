@@ -440,8 +440,8 @@ PREFLIGHT = (
     fault(
         "a step of a later learning rate, not tried",
         "preflight/recording/progress_read.py",
-        "        yield ProgressRead(read, rates, list(counters), [], metrics, set())",
-        "        yield ProgressRead(read, set(), list(counters), [], metrics, set())",
+        "        yield ProgressRead(read, rates, list(counters), [], metrics, set(), weights)",
+        "        yield ProgressRead(read, set(), list(counters), [], metrics, set(), weights)",
         "tests/step/users_numbers/test_rates.py::test_what_begins_at_a_lower_rate_is_refused_before_it[group-0-as at "
         "optimizer step 7 in epoch 0 (lr=0.03)]",
     ),
@@ -486,6 +486,34 @@ PREFLIGHT = (
         "    if found.read.calls.keys() != whole.read.calls.keys() or not",
         "    if not",
         "tests/preflight/differences/test_other_results.py::test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first",
+    ),
+    fault(
+        "a weight that decides about a step, and that no trial shows as another",
+        "preflight/recording/read_weights.py",
+        '        self.lines.add(f"{place[0]}:{place[1]}")\n',
+        "",
+        "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[weight]",
+    ),
+    fault(
+        "a loop that ends by a rank's own tokens",
+        "preflight/differences/decisions.py",
+        "    _look_at_loops(trial, whole, sharded)\n",
+        "",
+        f"{READ}_reads_whole_sequences[loop]",
+    ),
+    fault(
+        "words that the crop lacks, not handed to Python",
+        "preflight/recording/numbers_read/forced_numbers.py",
+        "max(int(high) + 1, min(num_words, torch.iinfo(x.dtype).max))",
+        "int(high) + 1",
+        f"{READ}_reads_whole_sequences[last of Python]",
+    ),
+    fault(
+        "ranks that wait for each other in different groups",
+        "comm/failing_together.py",
+        "            told = self.waits.decision(decision, ranks, what, users_place())\n",
+        "            told = store.get(decision).decode()\n",
+        "tests/comm/test_failing_together.py::test_ranks_that_wait_for_each_other_in_different_groups_are_told_of_both[the first]",
     ),
     fault(
         "a metric that decides about a step, and that no trial shows",
@@ -1163,9 +1191,16 @@ PREFLIGHT = (
     fault(
         "numbers that are 0 in first batches, not shown to the step as others",
         "preflight/crops/later_batches.py",
-        "    others = dict(with_other_numbers(entries))\n",
+        "    others = dict(with_other_numbers(entries, {name for name, found in compared.items() if found.by_user}))\n",
         "    others: dict[str, Tensor] = {}\n",
         f"{LATER_TOKENS}[elapsed]",
+    ),
+    fault(
+        "kinds of tokens that first batches lack, not shown to the step",
+        "preflight/crops/later_entries.py",
+        "        if name == _KINDS and name in by_user and",
+        "        if False and",
+        f"{LATER_TOKENS}[kinds of tokens]",
     ),
     fault(
         "padding that first batches lack, not shown to the step",

@@ -39,7 +39,7 @@ class Rows(Dataset):
 
 
 class Numbers(Rows):
-    """Rows with gaps between tokens that are none at first, and padding that is."""
+    """Rows with gaps between tokens that are none at first, tokens of one kind, and padding that is none."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = super().__getitem__(index)
@@ -47,7 +47,8 @@ class Numbers(Rows):
         mask = (torch.arange(LENGTH) < kept).long()
         labels = row["shift_labels"].masked_fill(mask == 0, -100)
         gaps = torch.arange(LENGTH).double() % 5 * (index >= LATER) / 10
-        return {**row, "shift_labels": labels, "attention_mask": mask, "gaps": gaps}
+        kinds = (torch.arange(LENGTH) % 3 == 0).long() * (index >= LATER)
+        return {**row, "shift_labels": labels, "attention_mask": mask, "gaps": gaps, "token_type_ids": kinds}
 
 
 class Reads(Plain):
@@ -55,7 +56,7 @@ class Reads(Plain):
 
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
-        self.kind, self.features = kind, nn.Embedding(8, VOCAB)
+        self.kind, self.features = kind, nn.Embedding(LENGTH, VOCAB)
         self.register_buffer("marks", F.one_hot(torch.tensor(MARK), VOCAB))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -73,6 +74,7 @@ class Reads(Plain):
         }
         numbers = {
             "elapsed": lambda: batch["gaps"].cumsum(1),
+            "kinds of tokens": lambda: batch["token_type_ids"].cumsum(1).double(),
             "share of tokens": lambda: batch["attention_mask"].double().mean(1, keepdim=True).expand_as(ids),
             "rare tokens": lambda: F.one_hot(ids, VOCAB).sum(1)[:, MARK:].double().expand_as(ids),
         }
@@ -85,7 +87,7 @@ class Reads(Plain):
         return loss
 
 
-NUMBERS = ("elapsed", "share of tokens", "rare tokens")
+NUMBERS = ("elapsed", "kinds of tokens", "share of tokens", "rare tokens")
 KINDS = (
     *NUMBERS,
     "behind the mark",

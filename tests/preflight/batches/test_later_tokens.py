@@ -7,7 +7,7 @@ import pytest
 from lightning_sp.testing import max_error
 from tests.preflight.batches import later_tokens_ranks as ranks
 
-FAST = ("behind the mark", "looked up", "elapsed", "share of tokens", "rare tokens")
+FAST = ("behind the mark", "looked up", "elapsed", "kinds of tokens", "share of tokens", "rare tokens")
 KINDS = [pytest.param(each, marks=[] if each in FAST else pytest.mark.slow) for each in ranks.KINDS]
 
 

@@ -1,4 +1,4 @@
-"""What runs in the ranks: targets of which more are left out once the last loss is low, as a step keeps it or a metric has it."""
+"""What runs in the ranks: targets of which more are left out once the last loss is low, as a step keeps it or a metric has it, or a weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Deciding(Plain):
             self.tensor = loss.detach()
         if self.kind in ("list", "tokens"):
             self.losses.append(float(loss))
-        if self.kind == "tokens":
+        if self.kind in ("tokens", "weight"):
             return loss
         self.mean = 0.9 * self.mean + 0.1 * float(loss)
         return loss / self.mean
@@ -42,6 +42,8 @@ class Deciding(Plain):
             return float(self.trainer.callback_metrics.get("train_loss", 9))
         if self.kind == "tensor":
             return self.tensor
+        if self.kind == "weight":
+            return float(self.model.norm.weight.norm())
         if self.kind == "list":
             return self.losses[-1] if len(self.losses) > 1 else 9
         return vars(self).get("known", 9)

@@ -1,4 +1,4 @@
-"""A step that decides by its last loss, or by a metric, is tried both ways before the first step."""
+"""A step that decides by its last loss, by a metric, or by a weight, is tried both ways before the first step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
     assert (float(model.loss), list(model.lately)) == (1.25, [0.25, 0.75])
 
 
-@pytest.mark.parametrize("kind", ["attribute", "metric", *slow("tensor", "list")])
+@pytest.mark.parametrize("kind", ["attribute", "metric", "weight", *slow("tensor", "list")])
 def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kind):
     for found in pools(2).run(ranks.fit, kind):
         # Of a list nothing is read before there are two.

@@ -17,7 +17,7 @@ from lightning_sp import SequenceParallelError
 from tests.trainer.tiny import VOCAB, HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 ROWS, TOKENS = 4, 16
-RARE = 7
+RARE, LAST = 7, VOCAB - 1
 
 
 class Doubling(nn.Module):
@@ -84,6 +84,8 @@ class Deciding(Plain):
                 return sum(token > 20 for row in ids for token in row.tolist()) > 40
             case "rare of Python":
                 return RARE in ids.flatten().tolist()
+            case "last of Python":
+                return {LAST} & set(ids.flatten().tolist())
             case "both":
                 return large.sum() > 40 and (ids > 10).sum() > 45
             case "one of two":
@@ -134,6 +136,16 @@ class Deciding(Plain):
             case "losses of tokens":
                 each = F.cross_entropy(logits.detach().flatten(0, 1), ids.flatten(), reduction="none")
                 loss = 2 * loss if int((each > 0).sum()) > 40 else loss
+            case "loop":
+                left = ids % 4
+                while (left > 0).any():
+                    left = left - 1
+            case "broken off":
+                left = ids % 4
+                for _ in range(9):
+                    if not (left > 0).any().item():
+                        break
+                    left = left - 1
             case "experts":
                 loss = loss + 0.0 * self.experts(ids, logits)
             case _:
@@ -171,13 +183,14 @@ class Deciding(Plain):
 
 
 class Rarely(TokenDataset):
-    """The second batch alone has the rare token, at one position. For a model that counts positions by itself it holds none."""
+    """The second batch alone has the rare token, and the last one, each once. For a model that counts positions by itself it holds none."""
 
     def __init__(self, size: int, kind: str) -> None:
         super().__init__(size, TOKENS)
         self.has_positions = kind != "hugging face"
         self.tokens[self.tokens == RARE] = RARE + 1
-        self.tokens[ROWS, 3] = RARE
+        self.tokens[self.tokens == LAST] = LAST - 1
+        self.tokens[ROWS, 3], self.tokens[ROWS, 4] = RARE, LAST
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         row = super().__getitem__(index)

@@ -43,6 +43,9 @@ DECIDING = [
     "logits",
     "losses of tokens",
     "layer",
+    "last of Python",
+    "loop",
+    "broken off",
 ]
 
 
@@ -57,6 +60,7 @@ def assert_same(found, plain):
 VARIANTS = {
     "array", "both", "bounded", "counter", "divided", "int", "number of numpy", "numel", "phase", "prod", "rare of Python", "rows",
     "size", "weight", "item", "where", "numpy", "each row", "losses of tokens",
+    "broken off",
 }  # fmt: skip
 
 

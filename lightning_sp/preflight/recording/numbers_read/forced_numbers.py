@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
@@ -35,7 +35,8 @@ from lightning_sp.preflight.recording.numbers_read.read_numbers import (
 
 # Of a number that Python takes as its own.
 _TIMES = 4
-# Of tokens that Python or NumPy gets: so many times more are the largest, or smallest, and no more are in between.
+# Of tokens that Python or NumPy gets: so many times more are the largest, or smallest, and no more are in between. Those that crops may lack are
+# there, too: padding, ends of texts.
 _FAR = 16
 _BETWEEN = 2**18
 # Comparisons of one number that a step keeps.
@@ -73,12 +74,17 @@ class _Budget:
 
 
 class ForcedNumbers(TorchFunctionMode):
-    """Forces the comparisons of some lines."""
+    """Forces the comparisons of some lines.
 
-    def __init__(self, forced: Forced) -> None:
+    Args:
+        forced: which, and how.
+        num_words: of the largest table of words.
+    """
+
+    def __init__(self, forced: Forced, num_words: int = 0) -> None:
         super().__init__()
         lines, larger = forced
-        self._larger = larger
+        self._larger, self._num_words = larger, num_words
         # One reading may be compared more than once.
         self._budgets = {each[:3]: (_Budget(4 * number + 4, larger=larger), each) for each, number in lines.items()}
 
@@ -95,7 +101,8 @@ class ForcedNumbers(TorchFunctionMode):
             larger_alone = name in _ROUNDING and not self._larger
             return output if larger_alone else self._stepped(function, args, kwargs or {}, output)
         if found is not None and name in ARRAYS and found[1].of_tokens:
-            return function(_of_more_tokens(args[0], larger=self._larger), *args[1:], **(kwargs or {}))
+            more = _of_more_tokens(args[0], self._num_words, larger=self._larger)
+            return function(more, *args[1:], **(kwargs or {}))
         return output if found is None else self._forced(name, args, output, *found)
 
     def _stepped(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -138,8 +145,8 @@ class ForcedNumbers(TorchFunctionMode):
         return _TIMES * (output + 1) if self._larger else output
 
 
-def _of_more_tokens(x: Tensor, *, larger: bool) -> Tensor:
-    """Return a tensor of more tokens: its own several times, all numbers in between, and most of them the largest, or the smallest."""
+def _of_more_tokens(x: Tensor, num_words: int, *, larger: bool) -> Tensor:
+    """Return a tensor of more tokens: its own several times, all words of a vocabulary, and most of them the largest, or the smallest."""
     if not x.dim() or not x.numel() or x.is_complex():
         return x
     x = x.detach()
@@ -148,7 +155,8 @@ def _of_more_tokens(x: Tensor, *, larger: bool) -> Tensor:
     if x.is_floating_point() or x.dtype is torch.bool:
         between = torch.stack([low, high])
     else:
-        between = torch.arange(int(low), min(int(high) + 1, int(low) + _BETWEEN), device=x.device).to(x.dtype)
+        first, end = min(int(low), 0), max(int(high) + 1, min(num_words, torch.iinfo(x.dtype).max))
+        between = torch.arange(first, min(end, first + _BETWEEN), device=x.device).to(x.dtype)
     far = (high if larger else low).expand(_FAR * (x.shape[dim] + len(between)))
     added = torch.cat([between, far])
     shape = [*x.shape]
@@ -162,9 +170,12 @@ def _farther(number: Any, *, larger: bool) -> Any:
     return number + (1 if larger else -1) * _TIMES * (abs(number) + 1)
 
 
-def forcing(forced: Forced | None) -> AbstractContextManager[Any]:
-    """Force comparisons within, if any are to be."""
-    return nullcontext() if forced is None else ForcedNumbers(forced)
+def forcing(forced: Forced | None, module: nn.Module) -> AbstractContextManager[Any]:
+    """Force comparisons of a module's step within, if any are to be."""
+    if forced is None:
+        return nullcontext()
+    tables = (each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding))
+    return ForcedNumbers(forced, max(tables, default=0))
 
 
 def _truth(name: str) -> str:

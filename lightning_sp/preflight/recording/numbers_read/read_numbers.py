@@ -32,7 +32,7 @@ from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_cut
 from lightning_sp.preflight.recording.numbers_read.followed_layers import followed_layers, shares_tokens
 from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
-from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products
+from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products, ends_a_loop
 
 # Functions whose result is true or false of each number, or of all.
 COMPARISONS = {
@@ -319,6 +319,13 @@ def cuts_of_parts(whole: ReadNumbers, sharded: ReadNumbers) -> list[str]:
         if ((file, line) in sharded.counted_cuts or not lengths.isdisjoint(sizes))
         and not any(folder in file for folder in INSTALLED)
     ]
+
+
+def loops_of_parts(whole: ReadNumbers, sharded: ReadNumbers) -> list[str]:
+    """Return the lines of the user's by which this rank's tokens end a loop, as `cuts_of_parts`. Pure."""
+    split, reads = _other_entries(whole, sharded, {1}), TRUTHS | {"item"}
+    places = {call[:2] for call, read in sharded.calls.items() if call.function in reads and read.leaves & split}
+    return sorted(f"{file}:{line}" for file, line in places if ends_a_loop(file, line))
 
 
 def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, int]:

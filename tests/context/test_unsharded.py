@@ -20,8 +20,18 @@ CALLS = 4  # two pictures, two blocks
 
 @pytest.mark.parametrize(("how", "options"), WAYS, ids=str)
 def test_ranks_of_a_sequence_drop_alike_and_recompute_the_same(pools: Any, how: str, options: dict[str, Any]):
+    hold_masks(pools, how, options, [dict(ring_size=2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "options"), WAYS, ids=str)
+def test_ranks_of_ulysses_drop_alike_and_recompute_the_same(pools: Any, how: str, options: dict[str, Any]):
+    hold_masks(pools, how, options, [dict(ulysses_size=2)])
+
+
+def hold_masks(pools: Any, how: str, options: dict[str, Any], strategies: list[dict[str, int]]) -> None:
     recomputes = how != "plain" or options
-    for strategy in (dict(ring_size=2), dict(ulysses_size=2)):
+    for strategy in strategies:
         first, second = pools(2).run(ranks.trained, {**strategy, **options}, how, 2)
         assert first["own"] != second["own"]
         seen = []

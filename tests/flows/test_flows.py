@@ -24,8 +24,9 @@ SUBSET = (
     "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "single_numbers",
     "multiple_choice", "vilt_questions", "detr_boxes",
 )  # fmt: skip
-# Where it takes two groups that read their own rows; of the others two ranks show what a flow does.
-OF_GROUPS = ("questions_and_passages", "vilt_questions")
+# Where it takes two groups that read their own rows: two ranks of a sequence go on in the global view where a part is wrong. Of the others two
+# ranks show what a flow does.
+OF_GROUPS = ("questions_and_passages", "vilt_questions", "bart_classes", "modernbert_mean", "qwen3_vl_images")
 ALL = ["ulysses 2", "ring 2", "data 2 x ring 2"]
 
 

@@ -70,6 +70,7 @@ def test_steps_of_many_lengths_take_no_more_than_the_longest(pools, tmp_path):
     assert in_buffers == 5
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_a_horizon_of_blocks(pools, tmp_path):
     x = 4096 * 128 * 4
 

@@ -25,6 +25,8 @@ def test_right_numbers_are_logged_without_a_word(pools: Any, world: int, strateg
             assert found["logged"][name] == pytest.approx(one["logged"][name], rel=1e-6), (rank, name)
 
 
+# In `make test` those of a validation are (tests/preflight/evaluation/test_evaluation.py).
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "strategy"), LAYOUTS, ids=str)
 def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strategy: dict[str, int]):
     kinds = ("entropy", "metric", "padded", "weights")

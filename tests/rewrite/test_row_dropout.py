@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +20,15 @@ SOME = [dict(), *(pytest.param(each, marks=pytest.mark.slow) for each in (dict(f
 
 @pytest.mark.parametrize("arguments", SOME, ids=str)
 def test_every_layout_drops_the_same_of_a_row(pools: Any, arguments: dict[str, Any]):
-    layouts = LAYOUTS[:2] if arguments else LAYOUTS
+    hold_rows(pools, LAYOUTS[:2], arguments)
+
+
+@pytest.mark.slow
+def test_four_ranks_drop_the_same_of_a_row(pools: Any):
+    hold_rows(pools, LAYOUTS[1:], {})
+
+
+def hold_rows(pools: Any, layouts: Sequence[tuple[int, dict[str, int]]], arguments: dict[str, Any]) -> None:
     runs = [pools(world).run(ranks.trained, strategy, 4, arguments) for world, strategy in layouts]
     first = runs[0][0]
     assert first["error"] == ""

@@ -157,7 +157,7 @@ def stream(world: int, strategy: dict[str, Any], sizes: list[int]) -> dict[str, 
     """Fit on an iterable dataset and return the global token means it trained on."""
     torch.manual_seed(3)
     module = Plain(tiny_llama)
-    trainer = quiet_trainer(world, strategy=strategy)
+    trainer = quiet_trainer(world, strategy={"preflight": False, **strategy})
     trainer.fit(module, DataLoader(Stream(sizes, lambda: trainer.strategy), batch_size=1))
     return {"losses": module.losses, "steps": trainer.global_step}
 

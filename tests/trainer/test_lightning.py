@@ -88,7 +88,7 @@ def test_positions_alone_part_no_documents_where_that_is_declared(pools, positio
 def test_loggers_and_checkpoints_of_one_device(pools, tmp_path):
     common = dict(module=dict(scheduler="one_cycle"), max_epochs=2)
     alone = dict(strategy=None, world=1, folder=str(tmp_path / "alone"), **common)
-    split = dict(strategy=dict(ring_size=2), world=2, folder=str(tmp_path / "split"), **common)
+    split = dict(strategy=dict(ring_size=2, preflight=False), world=2, folder=str(tmp_path / "split"), **common)
     (expected,), (actual,) = pools(1).run(ranks.runs, [alone])[0], pools(2).run(ranks.runs, [split])[0]
     same(actual, expected, "logged")
     assert actual["best"]
@@ -129,7 +129,11 @@ def test_tokens_are_counted_once_whoever_holds_them(pools):
 def test_metrics_of_samples_count_each_sample_once_with_the_data_parallel_group(pools):
     expected = pools(1).run(ranks.sample_metric, None, 1, 7)[0]
     assert expected["val_samples"] == 7
-    for strategy in (dict(ring_size=4), dict(data_parallel_size=2, ring_size=2), dict(data_parallel_size=4)):
+    for strategy in (
+        dict(ring_size=4, preflight=False),
+        dict(data_parallel_size=2, ring_size=2),
+        dict(data_parallel_size=4, preflight=False),
+    ):
         for found in pools(4).run(ranks.sample_metric, strategy, 4, 7):
             assert found["val_samples"] == 7, strategy
             assert found["val_mean"] == pytest.approx(expected["val_mean"], abs=2e-6)

@@ -15,8 +15,15 @@ from tests.attention.ranks.operator_ranks import (
 )
 
 
-@pytest.mark.parametrize("transport", ["network", "shared_memory"])
-@pytest.mark.parametrize("degrees", [(2, 2), (4, 1)], ids=["2x2", "4x1"])
+@pytest.mark.parametrize(
+    ("degrees", "transport"),
+    [
+        pytest.param((2, 2), "network", id="2x2-network", marks=pytest.mark.slow),
+        pytest.param((2, 2), "shared_memory", id="2x2-shared_memory"),
+        pytest.param((4, 1), "network", id="4x1-network"),
+        pytest.param((4, 1), "shared_memory", id="4x1-shared_memory", marks=pytest.mark.slow),
+    ],
+)
 def test_selective_checkpointing_repeats_neither_kernel_nor_communication(pools, degrees, transport):
     plain, selective, full = (
         pools(4).run(block_step, *degrees, how, transport) for how in ("plain", "selective", "full")

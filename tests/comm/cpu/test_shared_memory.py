@@ -31,7 +31,7 @@ ROWS = [
     for dtype in DTYPES
     for degrees in ((1, 4), (2, 2))
 ]
-FEW = covering(ROWS)
+FEW = covering(ROWS, num_axes=1)
 
 
 def row_id(row):

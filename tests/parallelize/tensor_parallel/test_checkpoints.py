@@ -14,9 +14,10 @@ from lightning_sp import export_checkpoint
 from lightning_sp.testing import max_error
 from tests.parallelize.tensor_parallel import tensor_parallel_ranks
 
-SPLIT = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+# The preflight has tests of its own.
+SPLIT = {"tensor_parallel_size": 2, "data_parallel_size": 2, "preflight": False}
 # The other degrees alike: its random states are those of other ranks still.
-WHOLE = {"data_parallel_size": 2}
+WHOLE = {"data_parallel_size": 2, "preflight": False}
 
 
 def run(pools: Any, name: str, world: int, **case: Any) -> dict[str, Any]:

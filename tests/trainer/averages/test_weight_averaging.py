@@ -58,8 +58,9 @@ def test_an_average_is_one_devices_also_resumed_on_other_degrees(pools: Any, tmp
         assert len(copies) >= len(expected["weights"]) - 1  # the buffer is whole on every rank
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="this Lightning has no EMAWeightAveraging")
-@pytest.mark.parametrize("as_folder", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("as_folder", [True, False])
 def test_the_best_checkpoint_is_validated_after_the_fit(pools: Any, tmp_path: Path, as_folder: bool):
     (expected,) = pools(1).run(ranks.best, None, str(tmp_path / "one"))
     strategy = dict(ring_size=2, save_distributed_checkpoint=as_folder)

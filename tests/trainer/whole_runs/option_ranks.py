@@ -309,7 +309,7 @@ def checkpointed(kind: str, folder: str, world: int) -> dict[str, Any]:
     """Save and resume through a CheckpointIO plugin; return what it did and what is left."""
     torch.manual_seed(3)
     plugin = {"io": Plugged, "failing": Failing, "async": AsyncCheckpointIO}[kind]()
-    strategy = dict(ring_size=2, save_distributed_checkpoint=False)
+    strategy = dict(ring_size=2, save_distributed_checkpoint=False, preflight=False)
     path = str(Path(folder) / "user.ckpt")
     first, user = trainer_of(strategy, world, plugins=[plugin], max_epochs=1), Hooked()
     first.fit(user, DataLoader(TokenDataset(4), batch_size=2))

@@ -98,7 +98,8 @@ def test_a_checkpoint_plugin_that_fails_on_rank_0_fails_on_all(pools, tmp_path):
 @pytest.mark.parametrize("how", ["dataset", pytest.param("sampler", marks=pytest.mark.slow)])
 def test_a_users_split_is_not_split_again(pools, how):
     """Two data-parallel groups of two ranks: each sample once an epoch, whatever the default would make of the loaders."""
-    answers = pools(4).run(ranks.split_by_the_user, how, dict(data_parallel_size=2, ring_size=2), 4)
+    layout = dict(data_parallel_size=2, ring_size=2, preflight=False)
+    answers = pools(4).run(ranks.split_by_the_user, how, layout, 4)
     assert not [answer["error"] for answer in answers if answer["error"]]
     groups = [answers[0]["seen"], answers[2]["seen"]]
     assert [answers[1]["seen"], answers[3]["seen"]] == groups

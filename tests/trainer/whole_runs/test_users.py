@@ -65,11 +65,10 @@ def test_what_keeps_other_groups_company_counts_for_nothing(pools):
             same(actual, expected, case)
 
 
-def test_experts_that_some_ranks_have_no_token_for_train_as_on_one_device(pools):
+@pytest.mark.parametrize("preflight", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_experts_that_some_ranks_have_no_token_for_train_as_on_one_device(pools, preflight):
     """From the second batch on each rank has tokens for one expert; a third expert never has any, and AdamW leaves it as it is."""
     alone = pools(1).run(ranks.runs, [dict(kind="experts", strategy=None, world=1, size=6)])[0][0]
-    for preflight in (True, False):
-        for answers in pools(2).run(
-            ranks.runs, [dict(kind="experts", strategy=dict(ulysses_size=2, preflight=preflight), world=2, size=6)]
-        ):
-            same(answers[0], alone, preflight)
+    strategy = dict(ulysses_size=2, preflight=preflight)
+    for answers in pools(2).run(ranks.runs, [dict(kind="experts", strategy=strategy, world=2, size=6)]):
+        same(answers[0], alone, preflight)

@@ -42,6 +42,7 @@ def test_a_weight_that_a_step_uses_without_a_call_has_one_process_gradient(pools
     assert all(worst <= 1e-10 for worst in pools(2 if shape == (2,) else 4).run(ranks.without_a_call, shape))
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_falls_by_a_table(pools):
     table = 32768 * 256 * 4
     as_one, separate = (pools(2).run(ranks.peak_bytes, 32768, 256, each) for each in (False, True))

@@ -23,6 +23,7 @@ from lightning_sp.preflight.comparison import plain_name
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import Trial
+from lightning_sp.rewrite import num_virtual_tokens
 
 _OWN, _OTHER, _QUERIES, _KEYS = (True, True), (False, False), (True, False), (False, True)
 
@@ -71,23 +72,24 @@ def modules_of_training(trial: Trial, whole: Outcome) -> OtherTokens | None:
         whole=whole.attention,
         shorter=shorter,
         is_text=is_text,
-        lengths=[_lengths(batch, [*whole.read.sizes.values()]) for batch in batches],
+        lengths=[_lengths(batch, [*whole.read.sizes.values()], num_virtual_tokens(trial.module)) for batch in batches],
     )
     told = trial.context.unsharded.told
     known = None if told is None or told[0] is None else OtherTokens([*told[0]], [*told[1]])
     return with_those_known(modules_of_other_tokens(calls), known, calls)
 
 
-def _lengths(batch: SequenceInfo, handed: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _lengths(batch: SequenceInfo, handed: Sequence[tuple[int, ...]], virtual_tokens: int) -> tuple[int, ...]:
     """Return the tokens of each sequence of a batch; of one that a hook has cut shorter, what it has left.
 
     Args:
         batch: before its hooks.
         handed: sizes of the tensors that the step was given on the longer crop.
+        virtual_tokens: that the model puts before those.
     """
     lengths = tuple(each.length for each in batch.all_sequences)
     left = max((size[1] for size in handed if len(size) > 1 and size[0] == batch.rows), default=0)
-    return (min(lengths[0], left),) if len(lengths) == 1 and left else lengths
+    return (min(lengths[0], left + virtual_tokens),) if len(lengths) == 1 and left else lengths
 
 
 def modules_of_other_tokens(calls: CropCalls) -> OtherTokens | None:

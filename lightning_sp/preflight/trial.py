@@ -43,9 +43,7 @@ from lightning_sp.step.results.output_structure import leaves_of, shapes_of
 
 SEED = 1234
 # What to look at where a step fails on one device too.
-_OF_LENGTH = (
-    "where the model needs a fixed length, set preflight_tokens to it; preflight=False trains without the check"
-)
+_OF_LENGTH = "where the model needs a fixed length, set preflight_tokens to it; preflight=False leaves the check out"
 _OF_INDEX = (
     "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
     "and its longest position"
@@ -75,6 +73,7 @@ class Trial:
         may_retry: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
         turned: calls that give one outcome for all tokens, and are to give others for some.
+        turned_once: for one token of each row alone.
         forced: comparisons of numbers of the batch that are to come out otherwise, of whole runs; None for none.
     """
 
@@ -96,6 +95,7 @@ class Trial:
     may_retry: bool = False
     shown: Mapping[Call, Weights] = field(default_factory=dict)
     turned: Mapping[Call, Other] = field(default_factory=dict)
+    turned_once: bool = False
     forced: Forced | None = None
 
     def learn_outputs(self, whole: Outcome, sharded: Outcome) -> None:
@@ -260,7 +260,7 @@ class Trial:
 
     def _tokens(self, batch: SequenceInfo, first_row: int) -> Tokens:
         rank = None if batch is self.batch else self.sequence_rank
-        return Tokens.of_part(batch, self.own.layout, rank, first_row)
+        return Tokens.of_part(batch, self.own.layout, rank, first_row, once=self.turned_once)
 
     def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -42,6 +43,8 @@ _LIBRARIES = {
 
 _CONTAINERS = (list, tuple, deque, dict, set, frozenset)
 _PAIR = 8
+# Keys that are longer, or larger, are no lengths or names.
+_LONG_KEY, _LARGE_KEY = 32, 2**20
 # Arrays in longer lists are samples: they have no count of writes, and would be copied.
 _MOST_ARRAYS = 64
 # Bytes of a number that torch has: numpy's long doubles are wider.
@@ -176,8 +179,20 @@ def _entries(attributes: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]
     for name, value in attributes:
         if isinstance(value, _CONTAINERS):
             yield f"len({name})", len(value)
+            if isinstance(value, (dict, set, frozenset)) and (keys := _of_contents(value)):
+                yield f"contents({name})", keys
             if len(value) <= MAX_VISITED:
                 yield from _elements(name, value)
+
+
+def _of_contents(keys: Iterable[Any]) -> int:
+    """Return a number of those keys that are made of tokens: bytes, long texts and tuples, hashes. A cache's keys are lengths, say."""
+    found = 0
+    for key in keys:
+        is_long = isinstance(key, (str, tuple)) and len(key) > _LONG_KEY
+        if is_long or isinstance(key, bytes) or (isinstance(key, int) and abs(key) > _LARGE_KEY):
+            found += crc32(repr(key).encode())
+    return found
 
 
 def _elements(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -3,7 +3,8 @@
     if self.last_loss < 2: labels[:, : self.skipped] = -100                      no trial of the first steps sees this line
     if self.trainer.callback_metrics.get("loss", 9) < 2: ...                     nor this one
 
-Such a number is what it is where the step computes with it. Where Python compares it, it comes out as if it were small, or large.
+Such a number is what it is where the step computes with it. Where Python compares it, it comes out as if it were small, or large; so does what
+NumPy makes of several, `np.mean(self.losses[-10:])`, and what torch makes of a history of them.
 """
 
 from __future__ import annotations
@@ -12,20 +13,40 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
-from lightning_sp.preflight.recording.numbers_read.forced_numbers import tracked_number
+from lightning_sp.preflight.recording.numbers_read.forced_numbers import farther, tracked_number
 from lightning_sp.step.users_numbers.counters import added, noting_numbers, numbers_of
 from lightning_sp.trainer.shown_metrics import noted_metrics
 
 _ABOVE, _BELOW = {"gt", "ge", "greater", "greater_equal"}, {"lt", "le", "less", "less_equal"}
 # What Python's `float` gets, which keeps no trace of where a number comes from.
 _SMALLER, _LARGER = 1e-3, 1e3
+# Functions of NumPy that take a list of numbers.
+_OF_LISTS = (
+    "array",
+    "asarray",
+    "mean",
+    "average",
+    "median",
+    "min",
+    "max",
+    "amin",
+    "amax",
+    "sum",
+    "std",
+    "quantile",
+    "percentile",
+)
+# Numbers of a tensor that may be a history of results.
+_LONGEST = 4096
 
 
 class Result(NamedTuple):
@@ -60,13 +81,28 @@ def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) ->
 
 
 def _numbers(owner: Any) -> dict[Any, Any]:
-    return {None: list(owner)} if isinstance(owner, (list, deque)) else numbers_of(owner, on_device=True)
+    if isinstance(owner, (list, deque)):
+        return {None: list(owner)}
+    held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+    others = {
+        name: _plain(value) for name, value in held.items() if isinstance(value, np.floating) or _is_history(value)
+    }
+    return {**numbers_of(owner, on_device=True), **others}
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, np.floating) else value.tolist()
+
+
+def _is_history(value: Any) -> bool:
+    is_plain = type(value) is Tensor and not value.requires_grad and value.is_floating_point() and not value.is_meta
+    return is_plain and value.dim() == 1 and 1 < value.numel() <= _LONGEST
 
 
 def _is_result(value: Any) -> bool:
     """Return whether a value is a number with a fraction, as no count has, or a list that ends with one."""
-    number = value[-1] if isinstance(value, list) and value else value
-    return type(number) is float and not number.is_integer() and math.isfinite(number)
+    numbers = value if isinstance(value, list) else [value]
+    return any(type(each) is float and not each.is_integer() and math.isfinite(each) for each in numbers)
 
 
 @contextmanager
@@ -85,6 +121,7 @@ def results_shown(module: Any, results: Sequence[Result], metrics: set[str], *, 
                 before = held[: -len(value)] if isinstance(owner, (list, deque)) else []
                 _put(owner, name, _tracked([*before, *value] if before else value, larger=larger))
         undo.enter_context(noted_metrics(module, shown))
+        undo.enter_context(_shown_to_numpy(larger=larger))
         undo.enter_context(_Shown(tensors, larger=larger))
         yield
 
@@ -119,6 +156,29 @@ def _put(owner: Any, name: Any, value: Any) -> None:
         setattr(owner, name, value)
 
 
+@contextmanager
+def _shown_to_numpy(*, larger: bool) -> Iterator[None]:
+    """Hand NumPy numbers that are small, or large, where it is given a list with such as are shown so: it takes them for plain ones."""
+
+    def shown(own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], (list, tuple, deque)) and len(args[0]) <= _LONGEST:
+                args = ([farther(each, larger=larger) for each in args[0]], *args[1:])
+            return own(*args, **kwargs)
+
+        return call
+
+    before = {name: getattr(np, name) for name in _OF_LISTS}
+    try:
+        for name, own in before.items():
+            setattr(np, name, shown(own))
+        yield
+    finally:
+        for name, own in before.items():
+            setattr(np, name, own)
+
+
 class _Shown(TorchFunctionMode):
     """Has comparisons of single numbers come out as if they were small, or large, by what they are made of."""
 
@@ -141,11 +201,8 @@ class _Shown(TorchFunctionMode):
             return tracked_number(output, larger=self._larger)
         if name == "__float__":
             return output * (_LARGER if self._larger else _SMALLER)
-        if (
-            isinstance(output, Tensor)
-            and output.numel() == 1
-            and output.is_floating_point()
-            and not output.requires_grad
-        ):
-            self._of[id(output)] = output
+        if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
+            # Of several, what is made of results alone: a history's last ones.
+            alone = all(id(each) in self._of for each in args if isinstance(each, Tensor))
+            self._of |= {id(output): output} if alone or output.numel() == 1 else {}
         return output

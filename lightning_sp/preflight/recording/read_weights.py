@@ -1,7 +1,7 @@
 """Numbers of weights and buffers that a step reads, and may decide by: noted in a trial, and shown as if they were small, or large.
 
     if self.scale.item() < 0.5: x = x + x.cumsum(1)       no trial of the first steps sees this line, where the scale begins at 1
-    while self.weight.norm() > 10: ...
+    x = torch.where(self.scale < 0.5, x.cumsum(1), x)     nor what it gives
 
 What is made of these alone is followed, not what is made of tokens.
 """
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import tracked_number
+from lightning_sp.preflight.recording.numbers_read.read_numbers import COMPARISONS
 from lightning_sp.preflight.recording.users_lines import INSTALLED
 
 _TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "__float__"}
@@ -54,15 +56,22 @@ class ReadWeights(TorchFunctionMode):
         given = [each for each in flat if isinstance(each, Tensor)]
         if not given or not all(isinstance(each, nn.Parameter) or each in self._made for each in given):
             return output
+        name = name_of(function)
         if isinstance(output, Tensor):
             self._made[output] = True
+            if output.numel() != 1 or name not in COMPARISONS:
+                return output
+        elif name not in _TRUTHS | _NUMBERS:
             return output
-        name = name_of(function)
-        place = users_place(sys._getframe(1)) if name in _TRUTHS | _NUMBERS else None
+        place = users_place(sys._getframe(1))
         if place is None or any(folder in place[0] for folder in INSTALLED):
             return output
         self.lines.add(f"{place[0]}:{place[1]}")
-        return output if self._larger is None else _shown(name, output, larger=self._larger)
+        if self._larger is None:
+            return output
+        if isinstance(output, Tensor):
+            return torch.full_like(output, self._larger)
+        return _shown(name, output, larger=self._larger)
 
 
 def _shown(name: str, number: Any, *, larger: bool) -> Any:

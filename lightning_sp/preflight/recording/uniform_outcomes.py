@@ -52,6 +52,7 @@ class Tokens:
         length: tokens of a row of the crop.
         piece: of which a rank has each whole.
         positions: of this run's tokens.
+        once: whether one token of each row alone is turned.
     """
 
     rows: int
@@ -59,9 +60,18 @@ class Tokens:
     length: int
     piece: int
     positions: Tensor
+    once: bool = False
 
     @classmethod
-    def of_part(cls, sequence: SequenceInfo, layout: SequenceLayout, rank: int | None, first_row: int = 0) -> Tokens:
+    def of_part(
+        cls,
+        sequence: SequenceInfo,
+        layout: SequenceLayout,
+        rank: int | None,
+        first_row: int = 0,
+        *,
+        once: bool = False,
+    ) -> Tokens:
         """Return the tokens of a crop that a rank has.
 
         Args:
@@ -69,11 +79,14 @@ class Tokens:
             layout: of the ranks that share it.
             rank: among those; None of a run of the whole crop.
             first_row: as above.
+            once: as above.
         """
         padded = layout.padded_length(sequence.length)
         at = torch.arange(sequence.length) if rank is None else positions(layout, sequence.padded_length, rank)
         piece = max(1, padded // layout.multiple)
-        return cls(rows=sequence.rows, first_row=first_row, length=sequence.length, piece=piece, positions=at)
+        return cls(
+            rows=sequence.rows, first_row=first_row, length=sequence.length, piece=piece, positions=at, once=once
+        )
 
     def turned(self, shape: torch.Size, seed: int) -> Tensor | None:
         """Return which outcomes are turned, to be broadcast to a shape; None where it is none of rows and tokens.
@@ -92,8 +105,9 @@ class Tokens:
             return None
         rows = self.first_row + self.rows
         of_crop = torch.rand(rows, self.length, generator=torch.Generator().manual_seed(seed)) * _ONE_IN < 1
-        of_crop[::2] = False
-        of_crop[1::2, :: self.piece] = True
+        of_crop[:: 1 if self.once else 2] = False
+        if not self.once:
+            of_crop[1::2, :: self.piece] = True
         end = min(self.piece, self.length)
         of_crop[:, end - 1 - seed % (1 + end // 2)] = (
             True  # of two calls in a row not the same one, which they would turn back

@@ -11,6 +11,7 @@ STOPPED = f"{PREFLIGHT_TEST}::test_what_is_not_exact_is_stopped[most]"
 NEW = "tests/preflight/batches/test_new_operations.py"
 UNTRIED = "tests/preflight/lengths/test_untried_length.py"
 LONE_ERRORS = "tests/preflight/test_lone_errors.py::test_a_step_that_one_rank_fails_in_goes_on_in_the_global_view"
+KEPT_OUTSIDE = "tests/preflight/recording/test_kept_outside.py::test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view"
 READ = "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_by_a_number_of_its_batch"
 EXCHANGED = "tests/preflight/differences/test_random_steps.py::test_what_a_first_draw_does_not_do_is_done_by_others"
 IN_DATA = (
@@ -495,11 +496,25 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_results.py::test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first",
     ),
     fault(
+        "a mean of kept results that NumPy makes, taken as it is",
+        "preflight/recording/kept_results.py",
+        "        undo.enter_context(_shown_to_numpy(larger=larger))\n",
+        "",
+        "tests/preflight/differences/test_other_results.py::test_they_are_what_they_are_but_where_they_are_compared[True]",
+    ),
+    fault(
         "a weight that decides about a step, and that no trial shows as another",
         "preflight/recording/read_weights.py",
         '        self.lines.add(f"{place[0]}:{place[1]}")\n',
         "",
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[weight]",
+    ),
+    fault(
+        "a table whose keys are made of a part's tokens",
+        "preflight/recording/attributes.py",
+        '                yield f"contents({name})", keys\n',
+        "                pass\n",
+        f"{KEPT_OUTSIDE}[named by tokens]",
     ),
     fault(
         "a loop that ends by a rank's own tokens",
@@ -1208,6 +1223,13 @@ PREFLIGHT = (
         "        if name == _KINDS and name in by_user and",
         "        if False and",
         f"{LATER_TOKENS}[kinds of tokens]",
+    ),
+    fault(
+        "other outcomes that a step does not run on, and fewer of them not shown",
+        "preflight/differences/other_outcomes.py",
+        " or _agree(replace(trial, turned_once=True), calls, runs)\n",
+        "\n",
+        f"{LATER_TOKENS}[looked up]",
     ),
     fault(
         "padding that first batches lack, not shown to the step",

@@ -56,7 +56,8 @@ class Reads(Plain):
 
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
-        self.kind, self.features = kind, nn.Embedding(LENGTH, VOCAB)
+        # As many marks as a row of later batches has, and not as many as a trial might show.
+        self.kind, self.features = kind, nn.Embedding(3 if kind == "looked up" else LENGTH, VOCAB)
         self.register_buffer("marks", F.one_hot(torch.tensor(MARK), VOCAB))
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:

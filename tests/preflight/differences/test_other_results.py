@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,19 +21,24 @@ class Model(nn.Module):
         super().__init__()
         self.register_buffer("loss", torch.tensor(9.0))
         self.last, self.steps, self.state, self.lately = 9.0, 0, {"mean": 1.5}, deque([0.25], maxlen=2)
+        self.of_numpy, self.history = np.float64(9.0), torch.ones(3)
 
     def step(self) -> None:
         self.last, self.steps, self.first = 2.5, self.steps + 1, 0.5
         self.loss.fill_(1.25)
         self.state["mean"] *= 0.5
         self.lately.append(0.75)
+        self.of_numpy = np.float64(1.75)
+        self.history[0] = 0.5
 
 
 def test_numbers_that_a_step_leaves_and_that_are_no_counts_are_noted():
     model, found = Model(), list[Result]()
     noting_results(model.step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
     values = {each.name: each.value for each in found}
-    assert values == {"last": 2.5, "first": 0.5, "loss": 1.25, "mean": 0.75, None: [0.25, 0.75]}
+    assert values == {
+        "last": 2.5, "first": 0.5, "loss": 1.25, "mean": 0.75, None: [0.25, 0.75], "of_numpy": 1.75, "history": [0.5, 1, 1],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("larger", [False, True])
@@ -44,10 +51,14 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
         assert [bool(model.loss > 1), bool(2 * model.loss > 1), model.loss.item() > 1] == [larger] * 3
         assert [model.last < 100, model.loss < 100, not model.loss > 100] == [not larger] * 3
         assert (float(model.loss) > 100) == larger
+        means = [np.mean([*model.lately]), np.array(model.lately).mean(), statistics.mean(model.lately)]
+        assert [each > 1 for each in (*means, model.of_numpy, model.history[:2].mean())] == [larger] * 5
+        assert np.mean([0.5, 2.5]) == 1.5
         assert float(model.last * torch.ones(())) == 2.5
         assert float(torch.tensor(2 * model.first)) == 1.0
     assert (type(model.last), hasattr(model, "first"), model.state) == (float, False, {"mean": 0.75})
-    assert (float(model.loss), list(model.lately)) == (1.25, [0.25, 0.75])
+    assert (float(model.loss), list(model.lately), type(model.of_numpy)) == (1.25, [0.25, 0.75], np.float64)
+    assert np.mean([*model.lately]) == 0.5
 
 
 @pytest.mark.parametrize("kind", ["attribute", "metric", "weight", *slow("tensor", "list")])

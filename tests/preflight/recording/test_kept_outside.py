@@ -8,7 +8,7 @@ from tests.preflight.recording import kept_outside_ranks as ranks
 from tests.slow import slow
 
 
-@pytest.mark.parametrize("where", ["closure", *slow("file", "class")])
+@pytest.mark.parametrize("where", ["closure", "named by tokens", *slow("file", "class")])
 def test_a_step_that_keeps_a_parts_numbers_outside_goes_on_in_the_global_view(pools, where):
     [plain] = pools(1).run(ranks.fit, 1, None, where)
     for found in pools(2).run(ranks.fit, 2, dict(ring_size=2), where):

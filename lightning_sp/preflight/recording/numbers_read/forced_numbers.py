@@ -245,12 +245,27 @@ def _rounded(name: str) -> Any:
     return rounds
 
 
+def _ratio(self: Any) -> tuple[int, int]:
+    """Return what `statistics` takes a number by."""
+    ratio: tuple[int, int] = farther(self, larger=self.budget.larger).as_integer_ratio()
+    return ratio
+
+
+def farther(number: Any, *, larger: bool) -> Any:
+    """Return a plain number that is larger than one of `tracked_number`, or smaller; of any other that number itself."""
+    return (
+        _farther(number.plain.__add__(number, 0), larger=larger) if isinstance(number, (_Integer, _Float)) else number
+    )
+
+
 _OPERATIONS = ("add", "sub", "mul", "truediv", "mod", "pow")
 _OVER = {
     **{f"__{name}__": _compared(name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
     **{f"__{side}{name}__": _computed(f"{side}{name}") for name in _OPERATIONS for side in ("", "r")},
     **{f"__{name}__": _computed(name) for name in ("neg", "abs")},
     **{f"__{name}__": _rounded(name) for name in ("floordiv", "round", "floor", "ceil", "trunc", "int")},
+    "as_integer_ratio": _ratio,
+    "budget": _Budget(0, larger=False),  # of what `statistics` makes of them, which is what it is
     "__bool__": lambda self: self.budget.decided("ne", 0, self.plain.__bool__(self)),
 }
 _Integer: Any = type("_Integer", (int,), {**_OVER, "__hash__": int.__hash__, "plain": int})

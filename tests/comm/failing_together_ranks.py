@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as _c10d
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -64,13 +67,17 @@ def crossed(ways: tuple[str, ...]) -> str:
         ways: of each rank, which collectives it comes to, as in `told`.
     """
     pair = comm.group_of(PAIRS[: dist.get_world_size() // 2])
-    said = ""
+    said, store = "", _c10d._get_default_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=20))  # of a wait that nobody ends
     try:
         with comm.failing_together():
             for call in ways[dist.get_rank()]:
                 comm.reduce_sum(torch.ones(1 if call == "p" else 2), pair if call == "p" else None)
     except (SequenceParallelError, comm.PeerError) as error:
         said = f"{type(error).__name__}: {error}"
+    finally:
+        store.set_timeout(before)
     assert comm.reduce_sum(torch.ones(1), pair).item() == 2
     assert comm.reduce_sum(torch.ones(1)).item() == dist.get_world_size()
     return said

@@ -27,6 +27,8 @@ _LOSS, _ROWS, _NOT_FINITE, _NEW = range(4)
 _ROUNDINGS = 8
 # Of a batch without a sequence each rank makes the loss anew: more than devices make of the same numbers, less than other random numbers do.
 _OF_WHOLE_ROWS = 1e-2
+# What rounding makes of a loss that ranks of a sequence have alike.
+_OF_PARTS = 1e-6
 
 
 class _Comparison(NamedTuple):
@@ -44,6 +46,10 @@ class _Comparison(NamedTuple):
 
 class LossDiffersError(SequenceParallelError):
     """A loss is another on ranks that share a sequence."""
+
+
+class OfSplitWeightsError(LossDiffersError):
+    """A loss is another on ranks that split weights, which have the same tokens."""
 
 
 class LossCheck:
@@ -179,11 +185,13 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
             "streams of torch, Python or numpy, or from a generator that has one seed on all ranks of a sequence; not in "
             "on_train_batch_start"
         )
-    if mesh.layout.size == 1:
-        raise LossDiffersError(
+    if mesh.layout.size == 1 or _differs_by_weights([values[_LOSS] for values in every], mesh):
+        raise OfSplitWeightsError(
             f"training_step's loss differs between ranks that split weights: {_grouped(every, _LOSS, mesh)}; they have the same samples, and "
             "all but their parts of layers is the same on each: a part of the loss was made of what one rank alone knows, its number, its clock "
-            "or its own random numbers; make it of the batch, or draw it from the global streams, which are alike on these ranks"
+            "or its own random numbers (make it of the batch, or draw it from the global streams, which are alike on these ranks), or of its "
+            "part of a weight, which a step finds that reads a gathered one: an output head's between its forward and its backward, any with "
+            "reshard_after_forward=False. Compute a penalty of weights before the model is called, or use the optimizer's weight_decay"
         )
     raise LossDiffersError(
         f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; a part of it was computed from "
@@ -191,6 +199,16 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
         "make it exact: from lightning_sp.reductions import batch_mean; loss = batch_mean(F.mse_loss(output, target, reduction='none'), mask), "
         f"the mean over all ranks' tokens. For a pooled head: {POOLED}"
     )
+
+
+def _differs_by_weights(losses: list[float], mesh: SequenceMesh) -> bool:
+    """Return whether losses differ between ranks that split weights, and not between those that split a sequence. Pure."""
+    size, of_weights = mesh.layout.size * mesh.tensor_parallel_size, mesh.tensor_parallel_size
+    if of_weights == 1:
+        return False
+    # Those that split weights are neighbours.
+    parts = [losses[i : i + size][j::of_weights] for i in range(0, len(losses), size) for j in range(of_weights)]
+    return all(max(part) - min(part) <= _OF_PARTS * max(map(abs, part)) for part in parts)
 
 
 def _grouped(every: list[list[float]], index: int, mesh: SequenceMesh) -> list[Any]:

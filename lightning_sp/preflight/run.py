@@ -15,7 +15,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.loss.check import LossDiffersError
+from lightning_sp.loss.check import LossDiffersError, OfSplitWeightsError
 from lightning_sp.parallelize import write_counts
 from lightning_sp.preflight.agreement import check_alike, eager, judged, say_as_with_ddp
 from lightning_sp.preflight.differences import groups
@@ -160,7 +160,8 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
     try:
         return trial.sharded()
     except LossDiffersError as error:
-        findings = [] if trial.may_retry else find_causes(trial, tolerance_of(whole.dtypes))
+        of_weights = isinstance(error, OfSplitWeightsError)  # whose calls differ in every split layer
+        findings = [] if trial.may_retry or of_weights else find_causes(trial, tolerance_of(whole.dtypes))
         if not findings:
             raise
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error

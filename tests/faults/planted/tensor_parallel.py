@@ -22,6 +22,13 @@ TENSOR_PARALLEL = (
         f"{TESTS}/test_law.py::test_models_of_other_forms[parallel]",
     ),
     fault(
+        "causes of a loss that ranks make of their parts of a weight, in layers that are split",
+        "preflight/run.py",
+        "trial.may_retry or of_weights",
+        "trial.may_retry",
+        f"{TESTS}/test_refusals.py::test_what_is_refused_names_its_numbers[a penalty behind the model]",
+    ),
+    fault(
         "a reference run with split layers",
         "preflight/trial.py",
         "        with_whole_weights(module),\n",

@@ -97,6 +97,10 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         dict(name="llama", adds_rank=True, strategy={"preflight": False}),
         ("training_step's loss differs between ranks that split weights: [", "its number, its clock or its own random numbers"),
     ),
+    "a penalty behind the model": (
+        dict(name="llama", loss="penalized", strategy={"reshard_after_forward": False}),
+        ("differs between ranks that split weights: [", "an output head's between its forward and its backward", "before the model is called"),
+    ),
     "lora dropout": (
         dict(name="lora dropout"),
         ("o_proj has lora_dropout=0.5 on inputs of which each rank has a part",),
@@ -121,6 +125,8 @@ def test_what_is_refused_names_its_numbers(refused: list[dict[str, str]], name: 
     assert first[name] == second[name]
     for words in CASES[name][1]:
         assert words in first[name]
+    # Calls of split layers differ between these ranks in every model: no cause is looked for among them.
+    assert "split weights" not in first[name] or "Found on the crop" not in first[name]
 
 
 @pytest.mark.slow

@@ -94,6 +94,7 @@ def test_declared_names_of_a_decoder():
         ({"decoder_input_ids": torch.zeros(2, 8)}, "which are a decoder's, and nothing that an encoder reads"),
         ({"input_ids": torch.zeros(2, 12), "labels": torch.ones(2, 8).long()}, "encoder-decoder batch names its decoder's decoder_input_ids"),
         (batch_of(12, 8, weights=torch.zeros(2, 12)), "look like sequences of 12 tokens"),
+        (batch_of(12, 8, weights=torch.zeros(2, 12)), "dim 1 in the collate function: weights.unsqueeze(1)"),
         (batch_of(12, 8, position_ids=torch.arange(12).remainder(5).expand(2, -1)), "packed documents are carried for one sequence alone"),
     ],
 )  # fmt: skip

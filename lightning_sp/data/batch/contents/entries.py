@@ -355,7 +355,8 @@ def extent(entries: Mapping[str, Any], dims: Mapping[str, int], others: Iterable
         of_pairs = f"; if {', '.join(pairs)} {'is' if len(pairs) == 1 else 'are'} of pairs of tokens, global_view=True carries it whole"
         raise SequenceParallelError(
             f"{unknown} of the batch look like sequences of {length} tokens, but their names are not known: passing them whole would be "
-            f"silently wrong{of_pairs if pairs else ''}; say sequence_dims={{{', '.join(f'{n!r}: 1' for n in unknown)}}}, or rename them"
+            f"silently wrong{of_pairs if pairs else ''}; say sequence_dims={{{', '.join(f'{n!r}: 1' for n in unknown)}}}, or rename them; where "
+            f"one is no sequence, and as long by chance, give it another dim 1 in the collate function: {next(iter(unknown))}.unsqueeze(1)"
         )
     return rows, length
 

@@ -54,7 +54,9 @@ class AgreedWrites:
 
     def __init__(self) -> None:
         self._shards: dict[str, Tensor] = {}
-        self._left: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        # The module, and not its tensors: torch swaps none that has a weak reference (`module.double()`).
+        self._root: Callable[[], nn.Module | None] = lambda: None
+        self._left: dict[str, int] = {}
         self._before: dict[str, int] = {}
         self._gradients: dict[str, tuple[Tensor, int]] = {}
         self._stepped: dict[int, Optimizer] = {}
@@ -86,6 +88,7 @@ class AgreedWrites:
         self.end()
         if comm.size_of(group or comm.world()) == 1:
             return
+        self._root = weakref.ref(root)
         reshard(root)
         self._shards = {user_name(name): each for name, each in root.named_parameters()}
         self._before = {name: num_writes(each) for name, each in self._shards.items()}
@@ -106,7 +109,7 @@ class AgreedWrites:
         """Give Lightning its own back, and let the module go."""
         self._undo()
         if self._shards:
-            self._left = {name: (weakref.ref(each), num_writes(each)) for name, each in self._shards.items()}
+            self._left = {name: num_writes(each) for name, each in self._shards.items()}
         self._undo, self._shards, self._before, self._gradients = _nothing, {}, {}, {}
         self._stepped, self._states = {}, {}
 
@@ -184,9 +187,15 @@ class AgreedWrites:
 
     def _behind(self) -> dict[str, str]:
         """Return in words what was written to the shards since their last run."""
-        there = {name: (shard(), writes) for name, (shard, writes) in self._left.items()}
-        since = {name: num_writes(each) - writes for name, (each, writes) in there.items() if each is not None}
-        return {name: f"written to {number} times behind the run" for name, number in since.items()}
+        if (root := self._root()) is None or not self._left:
+            return {}
+        reshard(root)
+        now = {user_name(name): num_writes(each) for name, each in root.named_parameters()}
+        return {
+            name: f"written to {now[name] - writes} times behind the run"
+            for name, writes in self._left.items()
+            if name in now
+        }
 
     def _compare_before_update(self, mesh: SequenceMesh, group: ProcessGroup | None) -> None:
         """Raise where ranks have written differently, or where some leave the update out. Communicates: as for a batch, with which a rank that

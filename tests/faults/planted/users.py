@@ -281,9 +281,17 @@ USERS = (
         f"{WRITES}::test_a_write_of_one_rank_at_the_end_of_a_fit_is_refused",
     ),
     fault(
+        "weak references to weights, behind a run, by which another Trainer cannot convert them",
+        "step/agreement/agreed_writes.py",
+        "        self._stepped, self._states = {}, {}\n\n    def note",
+        "        self._kept = [*map(weakref.ref, root.parameters())] if (root := self._root()) is not None else []\n"
+        "        self._stepped, self._states = {}, {}\n\n    def note",
+        f"{WRITES}::test_a_write_of_one_rank_behind_a_run_is_refused_by_what_comes_next",
+    ),
+    fault(
         "a write of one rank behind a run, which the next one does not count",
         "step/agreement/agreed_writes.py",
-        "            self._left = {name: (weakref.ref(each), num_writes(each)) for name, each in self._shards.items()}\n",
+        "            self._left = {name: num_writes(each) for name, each in self._shards.items()}\n",
         "            pass\n",
         f"{WRITES}::test_a_write_of_one_rank_behind_a_run_is_refused_by_what_comes_next",
     ),

@@ -201,6 +201,8 @@ def behind(folder: str, world: int, strategy: dict[str, Any], on_all: bool) -> l
         lambda: trainer.save_checkpoint(f"{folder}/behind.ckpt"),
         lambda: trainer.validate(module, loader, verbose=False),
         lambda: trainer.fit(module, loader),
+        # For which torch converts the weights once more.
+        lambda: quiet_trainer(world, strategy=strategy, max_steps=2).fit(module, loader),
     ]
     for act in acts:
         try:

@@ -13,7 +13,7 @@ from lightning_sp.data.batch.filler_marks import marked
 from lightning_sp.data.batch.sharded_batch import is_sharded
 from lightning_sp.data.loaders.coordinates import DataCoordinates
 from lightning_sp.data.loaders.deal import DealtIndices, RandomStream, random_states
-from lightning_sp.data.loaders.own_state import OwnState
+from lightning_sp.data.loaders.own_state import KEPT_BY_CURSOR, OwnState
 from lightning_sp.data.loaders.workers import named_workers, prepare_workers
 from lightning_sp.errors import SequenceParallelError, told_error
 
@@ -96,7 +96,7 @@ class BroadcastLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Say that the strategy stores the cursor, as a count of micro-batches."""
-        return {"position_kept_by": "lightning_sp"}
+        return KEPT_BY_CURSOR
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: the strategy has set `skip`, or called `resume`."""

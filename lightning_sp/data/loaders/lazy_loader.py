@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_sp.context.streams import mixed_seed
+from lightning_sp.data.loaders.own_state import KEPT_BY_CURSOR
 from lightning_sp.data.loaders.workers import named_workers, prepare_workers
 from lightning_sp.errors import SequenceParallelError
 
@@ -74,7 +75,7 @@ class LazyDataLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Say that the cursor is stored elsewhere. That there is a state tells Lightning that a resume in an epoch is exact."""
-        return {"position_kept_by": "lightning_sp"}
+        return KEPT_BY_CURSOR
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Do nothing: the resume has set the sampler."""

@@ -19,6 +19,10 @@ from lightning_sp.data.loaders.workers import prepare_workers
 _NUM_KEPT = 4
 
 
+# What our loaders give Lightning as their state: it takes a resume within an epoch for exact then. No checkpoint holds it.
+KEPT_BY_CURSOR = {"position_kept_by": "lightning_sp"}
+
+
 class OwnState:
     """The states that one rank's loader has had of late.
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp.checkpoint.contents.plain import plain_checkpoint
+from lightning_sp.data.loaders.own_state import KEPT_BY_CURSOR
 from lightning_sp.data.resume import align_loops, check_epoch_end, check_global_batch, loader_cursor, resume_loader
 from lightning_sp.mesh import SequenceMesh
 
@@ -45,6 +47,13 @@ class DataCursor:
             "position": position,
             "global_batch_size": self._rows * int(trainer.accumulate_grad_batches) * dp_size,
         }
+
+    @staticmethod
+    def drop_marks(checkpoint: Mapping[str, Any]) -> None:
+        """Take out that our loaders have a state, kept by the cursor: plain Lightning's have none, and it would refuse the checkpoint."""
+        state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        if all(each == KEPT_BY_CURSOR for each in state.get("combined_loader", ())):
+            state.pop("combined_loader", None)
 
     def _plain(self, states: list[Any]) -> list[Any] | None:
         """Return the states that loaders keep of themselves, None where they would not load again; equal on all ranks."""

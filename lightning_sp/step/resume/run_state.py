@@ -144,6 +144,7 @@ class RunState:
         self.buffers.share_all()
         self.replicas.compare(module, trainer.global_step, shard_size, group)
         self.alone.compare(module, trainer.global_step, mesh, group)
+        self.cursor.drop_marks(checkpoint)
         checkpoint[KEY] = {
             "format": 1,
             "shard_size": shard_size,

@@ -295,6 +295,7 @@ def test_shard_size_divides_the_world():
             dict(activation_offload="host", activation_checkpointing=False),
             "activation_offload='host' with activation_checkpointing=False: only the inputs of blocks",
         ),
+        (dict(offload_folder=True), "offload_folder=True: must be the path of a folder, or None"),
         (
             dict(offload_folder="/scratch", activation_offload="none"),
             "offload_folder='/scratch' with activation_offload='none' and activation_checkpointing='auto': only activation_offload='disk'",

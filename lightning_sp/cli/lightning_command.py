@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
 import shlex
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -28,7 +31,16 @@ class Parser(LightningArgumentParser):
         known = list(option_names(self))
         wrong = [word.split("=")[0] for word in message.split() if word.startswith("--")]
         hints = [f"{name}{closest(name, known)}" for name in wrong if name not in known]
-        super().error("\n".join([message, *hints]), *arguments, **keywords)
+        super().error("\n".join([message, *hints, *_nearest_of_classes(message)]), *arguments, **keywords)
+
+
+def _nearest_of_classes(message: str) -> Iterator[str]:
+    """Yield the nearest names to those that jsonargparse says a class, or a module, does not have."""
+    for path, option in re.findall(r"given class_path '([\w.]+)':\s+Option '(\w+)' is not accepted", message):
+        module, _, name = path.rpartition(".")
+        yield f"{option}{closest(option, inspect.signature(getattr(import_module(module), name)).parameters)}"
+    for module, name in re.findall(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        yield f"{name}{closest(name, dir(import_module(module)))}"
 
 
 def option_names(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from os import PathLike
 from typing import Literal, cast
 
 from lightning_sp.config.checks import Size, check_name, check_size
@@ -188,6 +189,10 @@ class MemoryOptions:
                 f"activation_loading_horizon={horizon} with activation_offload={self.activation_offload!r} and activation_checkpointing="
                 f"{self.activation_checkpointing!r}: no input of a block leaves; set activation_offload='host' (GPUs) or 'disk' (CPUs), or "
                 "leave it out"
+            )
+        if self.offload_folder is not None and not isinstance(self.offload_folder, (str, PathLike)):
+            raise SequenceParallelError(
+                f"offload_folder={self.offload_folder!r}: must be the path of a folder, or None"
             )
         if self.offload_folder is not None and tier != "disk" and not waits:
             raise SequenceParallelError(

@@ -37,6 +37,12 @@ def test_cli_prints_its_configuration(monkeypatch, capsys):
     [
         (["fit", "--trainer.strategi", "x"], "--trainer.strategi; did you mean '--trainer.strategy'?"),
         (["fit", "--trainer.max_stepz=3"], "--trainer.max_stepz; did you mean '--trainer.max_steps'?"),
+        (["fit", "--data.sequence_lenght=64"], "sequence_lenght; did you mean 'sequence_length'?"),
+        (
+            ["fit", "--trainer.strategy=lightning_sp.SequenceParallelStrategy", "--trainer.strategy.ulyses_size=2"],
+            "ulyses_size; did you mean 'ulysses_size'?",
+        ),
+        (["fit", "--model=lightning_sp.models.CausalLLM"], "CausalLLM; did you mean 'CausalLM'?"),
     ],
 )
 def test_cli_names_what_it_does_not_know(monkeypatch, capsys, arguments, message):

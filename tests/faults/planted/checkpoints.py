@@ -16,13 +16,6 @@ HOSTS = "tests/checkpoint/folders/test_other_hosts.py::test_another_checkpoint_o
 
 CHECKPOINTS = (
     fault(
-        "a mark of our loaders in a checkpoint, which plain Lightning refuses",
-        "step/resume/run_state.py",
-        "        self.cursor.drop_marks(checkpoint)\n",
-        "",
-        "tests/checkpoint/test_plain_resume.py::test_a_run_goes_on_there_and_here_as_on_one_device",
-    ),
-    fault(
         "a model of two hosts' checkpoints",
         "checkpoint/load.py",
         "    check_same_content(path, contents, group)\n",

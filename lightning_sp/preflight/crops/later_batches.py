@@ -12,7 +12,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_sp.batch_structure import entries_of, with_entries
-from lightning_sp.data.batch.contents.entries import batch_entries, sequence_dims
+from lightning_sp.data.batch.contents.entries import batch_entries
+from lightning_sp.data.batch.contents.several_sequences import batch_sequences
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.layout import SequenceLayout
 from lightning_sp.preflight.crops.compared_tokens import with_compared
@@ -97,7 +98,9 @@ def _entries(
 ) -> tuple[dict[str, Tensor], dict[str, Compared]]:
     """Return the entries that carry the sequence along dim 1, and by their names what a step has compared."""
     held = batch_entries(crop.batch, options)
-    entries = {name: held[name] for name, dim in sequence_dims(held, options).items() if dim == 1}
+    # Of several loaders, too, which the global view carries; passages of a question have rows of their own.
+    dims = batch_sequences(held, options).dims
+    entries = {name: held[name] for name, dim in dims.items() if dim == 1 and len(held[name]) in (1, crop.rows)}
     return entries, {name: found for path, found in compared.items() if (name := _name(path, entries)) is not None}
 
 

@@ -85,10 +85,11 @@ def with_uneven_counts(
         if value.dim() != 2 or value.shape[1] < _LEAST or value.is_complex():
             continue
         is_of_classes = not value.is_floating_point() and value.dtype != torch.bool
-        if name.endswith("mask") or name in LOSS_MASKS or (name not in _OF_STRUCTURE and _may_weigh(value)):
+        known = name.rpartition(".")[2]  # of a batch within the batch
+        if name.endswith("mask") or known in LOSS_MASKS or (known not in _OF_STRUCTURE and _may_weigh(value)):
             hidden[name] = _first_rows_but_few(value, rows, 0)
-        elif is_of_classes and (name not in _OF_STRUCTURE - {*INPUTS, *TARGETS}):
-            if name in TARGETS:
+        elif is_of_classes and (known not in _OF_STRUCTURE - {*INPUTS, *TARGETS}):
+            if known in TARGETS:
                 ignored[name] = _first_rows_but_few(can_be_ignored(value), rows, IGNORE_INDEX)
             if others := {*numbers.get(name, ())} - {IGNORE_INDEX}:
                 left_out[name] = _first_rows_but_few(value, rows, min(others, key=abs))

@@ -17,12 +17,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.data.batch.shard_options import ShardOptions
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.batches.earlier_step import say_what_was_not_shown, shown_again, step_in_progress
 from lightning_sp.preflight.carried_steps import CarriedSteps
 from lightning_sp.preflight.evaluation.first_evaluation import FirstOfLoader
 from lightning_sp.preflight.evaluation.judgement import NotComparedError
 from lightning_sp.preflight.evaluation.output_kinds import returned_and_kept
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
+from lightning_sp.preflight.refusals import first_sentence
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.results.kept_values import KeptValues
@@ -130,6 +132,7 @@ class TriedSteps(CarriedSteps, ABC):
         whole, after = self._to_try.take(self._module.trainer.global_step)
         if whole is None:
             return
+        differed = self._error_of_last_loss()
         hook, before = "on_train_batch_start", self.sees_whole_sequences
         known = self._trial_options() | {
             "seen_tokens": self._to_try.seen_tokens,
@@ -159,6 +162,8 @@ class TriedSteps(CarriedSteps, ABC):
             inferred, has_targets, seen_tokens, alike = self._carried(tried, tried_after=False)
         except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
             inferred, has_targets, seen_tokens, alike = tried()
+        if differed is not None and self.sees_whole_sequences == before:
+            raise differed  # by a trial of the next batch it is not explained
         say_what_was_not_shown(then, are_shown=self._steps.operations_are_shown or self.sees_whole_sequences)
         self._to_try.note_length(self._info.longest, seen_tokens)
         self._to_try.note_cut(self._info, alike=alike or self.sees_whole_sequences)
@@ -169,14 +174,27 @@ class TriedSteps(CarriedSteps, ABC):
             self._inferred[self.sees_whole_sequences] = inferred
             self._shard_options = replace(self._shard_options, inferred_dims=inferred)
         if self.sees_whole_sequences and not before:
-            self._warn_of_steps_before(after)
+            self._warn_of_steps_before(after, differed)
         if not self._is_handed:
             self._hand_again(whole, handed, None if phase_is_set else hook, (batch_idx,))
 
-    def _warn_of_steps_before(self, after: int) -> None:
+    def _error_of_last_loss(self) -> SequenceParallelError | None:
+        """Return the error of the step before if its losses differed between ranks: a trial begins without. Every rank must call it."""
+        try:
+            self._steps.judge_last_loss()
+        except SequenceParallelError as error:
+            return error
+        return None
+
+    def _warn_of_steps_before(self, after: int, differed: SequenceParallelError | None) -> None:
         """Say where a step enters the global view that steps before it ran on parts, with what was not tried then."""
         again = "begin again with global_view=True, or from a checkpoint of before"
-        if after and self._views.part_ends(self._kind):
+        if differed is not None and not self._to_try.trained_untried:
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {self._module.trainer.global_step} on. The one before ran on each "
+                f"rank's part of the sequence, and was not one device's: {first_sentence(str(differed))}. To leave it out, {again}"
+            )
+        elif after and self._views.part_ends(self._kind):
             rank_zero_info(
                 f"training_step is in the global view from optimizer step {after} on, for a rank's part of the sequence ends it there with an "
                 "error: steps before that did so, too, would have ended"

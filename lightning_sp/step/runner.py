@@ -129,9 +129,17 @@ class StepRunner:
         self.end_run()
         self._was_finite = True
 
+    def judge_last_loss(self) -> None:
+        """Read the answer about the last loss, which a trial of the next batch would lose. Every rank must call it.
+
+        Raises:
+            SequenceParallelError: the losses of ranks that share a sequence differed.
+        """
+        self._loss_check.finish(self.context.run_mesh, self.groups.world)
+
     def end_run(self) -> None:
         """Read the answers about the last loss and the last backward. Every rank must call it."""
-        self._loss_check.finish(self.context.run_mesh, self.groups.world)
+        self.judge_last_loss()
         if (used := used_parameters(self.module)) is not None:
             used.finish()
 

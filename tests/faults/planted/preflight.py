@@ -418,6 +418,13 @@ PREFLIGHT = (
         "tests/step/users_numbers/test_schedules.py::test_the_step_in_which_one_changes_is_tried_before_it[own flag-1]",
     ),
     fault(
+        "a loss of one rank alone that the next batch's trial forgets",
+        "preflight/tried_steps.py",
+        "        if differed is not None and self.sees_whole_sequences == before:\n            raise differed",
+        "        if False:\n            raise differed",
+        "tests/preflight/batches/test_rank_losses.py::test_a_loss_of_one_rank_alone_ends_the_run_behind_its_step[2-nan]",
+    ),
+    fault(
         "lengths without the virtual tokens that a model puts before them",
         "preflight/differences/other_tokens.py",
         "left + virtual_tokens)",

@@ -45,20 +45,29 @@ class ReadWeights(TorchFunctionMode):
         self.lines: set[str] = set()
         self._larger = larger
         self._made = WeakTensorKeyDictionary()
+        # Of what is in it and of what was: a first look that costs less.
+        self._ids: set[int] = set()
         for each in module.buffers():
-            self._made[each] = True
+            self._note(each)
+
+    def _note(self, tensor: Tensor) -> None:
+        self._made[tensor] = True
+        self._ids.add(id(tensor))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
+        first = args[0] if args else None
+        if type(first) is Tensor and id(first) not in self._ids:
+            return output  # most of a step's: of a weight's numbers each call pays for this
         flat = [part for each in args for part in (each if isinstance(each, (list, tuple)) else [each])]
         given = [each for each in flat if isinstance(each, Tensor)]
         if not given or not all(isinstance(each, nn.Parameter) or each in self._made for each in given):
             return output
         name = name_of(function)
         if isinstance(output, Tensor):
-            self._made[output] = True
+            self._note(output)
             if output.numel() != 1 or name not in COMPARISONS:
                 return output
         elif name not in _TRUTHS | _NUMBERS:

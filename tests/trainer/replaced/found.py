@@ -7,6 +7,7 @@ import gc
 import sys
 import types
 import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -85,8 +86,8 @@ def _of_objects() -> Iterator[Place]:
     for each in gc.get_objects():
         kind = type(each)
         if kind not in of_library:
-            # None of Python's own: a proxy's attributes are those of an object that may be gone.
-            of_library[kind] = kind.__module__ != "builtins" and kind.__module__.partition(".")[0] in LIBRARIES
+            # A proxy's attributes are those of an object that may be gone.
+            of_library[kind] = kind not in weakref.ProxyTypes and kind.__module__.partition(".")[0] in LIBRARIES
         attributes = getattr(each, "__dict__", None) if of_library[kind] else None
         for name, value in list(attributes.items()) if type(attributes) is dict else ():
             if isinstance(name, str) and callable(getattr(kind, name, None)) and (file := _file(value)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -36,6 +37,7 @@ def test_other_runs_do_likewise(pools, tmp_path, name):
 def test_what_is_replaced_is_found_and_what_is_put_back_is_gone(monkeypatch):
     """The eyes are open: a function of a module, a method of a class, and one of an object."""
     layer = nn.Linear(1, 1)
+    gone = weakref.proxy(nn.Linear(1, 1))
     found.begin(1)
     with monkeypatch.context() as patched:
         patched.setattr(torch, "relu", shift_labels)
@@ -43,6 +45,7 @@ def test_what_is_replaced_is_found_and_what_is_put_back_is_gone(monkeypatch):
         patched.setattr(layer, "extra_repr", partial(shift_labels), raising=False)
         found.note("a step")
     found.note("afterwards")
+    assert type(gone) in weakref.ProxyTypes  # is passed over
     name = "torch.nn.modules.linear.Linear"
     assert found.end() == {
         (each, "labels.py"): {"a step"}

@@ -35,14 +35,6 @@ from lightning_sp.comm.connections import (
     is_of_other_ranks,
 )
 from lightning_sp.comm.differences import digest_of, told_differences
-from lightning_sp.comm.failing_together import (
-    CheckedAllGather,
-    CheckedReduceScatter,
-    PeerError,
-    check_peers,
-    failing_together,
-    meets_in_backward,
-)
 from lightning_sp.comm.failure import all_go_on, failures_of_all, tell_failure
 from lightning_sp.comm.fresh_store import fresh_store, joined_store
 from lightning_sp.comm.groups import (
@@ -78,6 +70,14 @@ from lightning_sp.comm.hangs import (
     why_scripts_ended,
 )
 from lightning_sp.comm.loopback import LoopbackOfRun
+from lightning_sp.comm.meetings.failing_together import (
+    CheckedAllGather,
+    CheckedReduceScatter,
+    PeerError,
+    check_peers,
+    failing_together,
+    meets_in_backward,
+)
 from lightning_sp.comm.operators import is_traced
 from lightning_sp.comm.point_to_point import ALL_PAIRS_TAG, Transfer, next_pass, num_passes
 from lightning_sp.comm.side_gather import SideGather

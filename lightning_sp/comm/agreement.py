@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp.comm.collectives import gather_objects
 from lightning_sp.comm.differences import digest_of, told_differences
-from lightning_sp.comm.failing_together import check_peers
 from lightning_sp.comm.groups import takes_host_tensors, world
+from lightning_sp.comm.meetings.failing_together import check_peers
 from lightning_sp.devices import makes_host_wait, runtime
 from lightning_sp.errors import SequenceParallelError
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_sp.comm.failing_together import check_peers
 from lightning_sp.comm.groups import group_name, takes_host_tensors
+from lightning_sp.comm.meetings.failing_together import check_peers
 from lightning_sp.comm.operators import all_gather_op, all_reduce_op, all_to_all_op, is_traced
 from lightning_sp.comm.pickled import pickled
 

@@ -15,8 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
-from lightning_sp.comm.failing_together import check_peers
 from lightning_sp.comm.groups import timeout_s
+from lightning_sp.comm.meetings.failing_together import check_peers
 
 _numbers = itertools.count()
 

@@ -204,6 +204,10 @@ PLANTED = {
     "Inside context": ("context/dropout.py", "from lightning_sp.context import step"),
     "Inside comm": ("comm/groups.py", "from lightning_sp.comm.cpu import pipes"),
     "Inside comm.hangs": ("comm/hangs/report.py", "from lightning_sp.comm.hangs import watch"),
+    "Inside comm.meetings": (
+        "comm/meetings/circular_waits.py",
+        "from lightning_sp.comm.meetings import failing_together",
+    ),
     "Inside benchmarks": ("benchmarks/instruments/written.py", "from benchmarks.steps import scale"),
     "Inside benchmarks.attention": ("benchmarks/attention/overlap.py", "from benchmarks.attention import stages"),
     "Inside benchmarks.memory": ("benchmarks/memory/options.py", "from benchmarks.memory import linear_loss"),

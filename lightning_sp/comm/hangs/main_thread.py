@@ -29,7 +29,7 @@ _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _COMM = os.path.join(_PACKAGE, "comm") + os.sep
 # Where ranks meet before a collective in a trial: that is told as the collective.
-_MEETINGS = os.path.join(_COMM, "failing_together.py")
+_MEETINGS = os.path.join(_COMM, "meetings", "failing_together.py")
 _INSTALLED = tuple(
     {
         os.path.join(each, "")

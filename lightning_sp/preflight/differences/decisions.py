@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -91,31 +91,33 @@ def _look_at_cuts(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     A length that grows with the run, from whatever it is made: the optimizer's state, the last gradient's norm. Where it takes some tokens of
     the crop and leaves others, the runs have been compared with that. Where the step can see whole sequences it does, else a warning says so.
     """
-    own = [] if trial.context.global_view else cuts_of_parts(whole.read, sharded.read)
-    lines = sorted({line for each in comm.gather_objects(own, trial.control_group) for line in each})
-    if not lines:
-        return
-    told = (
-        f"preflight: training_step cuts tokens by a number of Python's ({', '.join(lines[:2])}) that takes all of a rank's part, or none; "
-        "of the whole sequence it may take others, now on a longer batch or once the number is another; use global_view=True, in which the "
-        "step cuts whole sequences"
+    _tell_of_lines(
+        trial,
+        cuts_of_parts(whole.read, sharded.read),
+        "preflight: training_step cuts tokens by a number of Python's ({lines}) that takes all of a rank's part, or none; of the whole "
+        "sequence it may take others, now on a longer batch or once the number is another; use global_view=True, in which the step cuts "
+        "whole sequences",
     )
-    if trial.may_retry:
-        raise SequenceParallelError(told)
-    rank_zero_warn(told)
 
 
 def _look_at_loops(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     """Find loops that a rank's own tokens end. One that goes round once more alone gathers weights for which the others do not come."""
-    own = [] if trial.context.global_view else loops_of_parts(whole.read, sharded.read)
-    lines = sorted({line for each in comm.gather_objects(own, trial.control_group) for line in each})
+    _tell_of_lines(
+        trial,
+        loops_of_parts(whole.read, sharded.read),
+        "preflight: training_step has a loop that ends by its tokens ({lines}): each rank's own may end it earlier or later, and a rank "
+        "that goes round once more alone waits for the others; use global_view=True, in which all ranks go by whole sequences, or end it "
+        "by a number of all of them: lightning_sp.reductions.sequence_max(x)",
+    )
+
+
+def _tell_of_lines(trial: Trial, own: Collection[str], words: str) -> None:
+    """Refuse a step on parts for lines that any rank has found, or warn of them where the step cannot see whole sequences."""
+    found = comm.gather_objects([] if trial.context.global_view else own, trial.control_group)
+    lines = sorted({line for each in found for line in each})
     if not lines:
         return
-    told = (
-        f"preflight: training_step has a loop that ends by its tokens ({', '.join(lines[:2])}): each rank's own may end it earlier or later, "
-        "and a rank that goes round once more alone waits for the others; use global_view=True, in which all ranks go by whole sequences, or "
-        "end it by a number of all of them: lightning_sp.reductions.sequence_max(x)"
-    )
+    told = words.format(lines=", ".join(lines[:2]))
     if trial.may_retry:
         raise SequenceParallelError(told)
     rank_zero_warn(told)

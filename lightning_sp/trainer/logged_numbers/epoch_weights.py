@@ -7,42 +7,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_sp.batch_structure import entries_of
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.trainer.logged_numbers.loop_results import LoopResults
 
 
-class EpochWeights:
-    """How batches weigh in what the loops of a trainer log; a class because what it replaces is put back.
+class EpochWeights(LoopResults):
+    """How batches weigh in what the loops of a trainer log: as whole ones.
 
     Args:
         batch: gives the batch in progress.
     """
 
+    method = "_extract_batch_size"
+
     def __init__(self, batch: Callable[[], SequenceInfo | None]) -> None:
+        super().__init__()
         self._batch = batch
-        self._followed: list[Any] = []
 
-    def follow(self, trainer: Trainer) -> None:
-        """Let batches weigh as whole ones, until `release`."""
-        self.release()
-        fit = trainer.fit_loop.epoch_loop
-        for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
-            self._followed.append(loop._results)
-            vars(loop._results)["_extract_batch_size"] = partial(self._extract, loop._results)
-
-    def release(self) -> None:
-        """Give the loops their own way back."""
-        for results in self._followed:
-            vars(results).pop("_extract_batch_size", None)
-        self._followed.clear()
-
-    def _extract(self, results: Any, value: Any, batch_size: int | None, meta: Any) -> int:
+    def _instead(self, results: Any, value: Any, batch_size: int | None, meta: Any) -> int:
         is_known = batch_size is not None or results.batch_size is not None
         found: int = type(results)._extract_batch_size(results, value, batch_size, meta)
         if is_known or results.batch_size is None or (info := self._batch()) is None:

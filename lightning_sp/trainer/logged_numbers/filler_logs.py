@@ -16,41 +16,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
+from lightning_sp.trainer.logged_numbers.loop_results import LoopResults
 
 _NEUTRAL = {"max": float("-inf"), "min": float("inf")}  # of a largest and a least number; of a sum 0
 
 
-class FillerLogs:
-    """Lightning's logged numbers while a run is in progress; a class because what it replaces is put back.
+class FillerLogs(LoopResults):
+    """Lightning's logged numbers while a run is in progress: fillers are left out of them.
 
     Args:
         batch: gives the batch in progress.
     """
 
+    method = "update_metrics"
+
     def __init__(self, batch: Callable[[], SequenceInfo | None]) -> None:
+        super().__init__()
         self._batch = batch
-        self._followed: list[Any] = []
         self._counts: float | None = None
-
-    def follow(self, trainer: Trainer) -> None:
-        """Leave fillers out of what the loops of a trainer log, until `release`."""
-        self.release()
-        fit = trainer.fit_loop.epoch_loop
-        for loop in (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop):
-            self._followed.append(loop._results)
-            vars(loop._results)["update_metrics"] = partial(self._update, loop._results)
-
-    def release(self) -> None:
-        """Give the loops their own way to log back."""
-        for results in self._followed:
-            vars(results).pop("update_metrics", None)
-        self._followed.clear()
 
     def reduced(
         self, number: Any, op: Any, reduce: Callable[[Any, Any], Any], total: Callable[[Tensor], Tensor]
@@ -70,7 +58,7 @@ class FillerLogs:
             return total(number * self._counts if self._counts else torch.zeros_like(number * 1.0)) / count
         return reduce(number if self._counts else torch.full_like(number, _NEUTRAL.get(op, 0.0)), op)
 
-    def _update(self, results: Any, key: str, value: Any, batch_size: int) -> None:
+    def _instead(self, results: Any, key: str, value: Any, batch_size: int) -> None:
         own, info = partial(type(results).update_metrics, results, key, value, batch_size), self._batch()
         # Hooks at an epoch's end log numbers of no batch.
         if info is None or not info.counts_apart(trains=results.training) or results.batch is None:

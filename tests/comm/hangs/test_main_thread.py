@@ -18,7 +18,7 @@ TORCH, PACKAGE = (
     os.path.dirname(torch.__file__),
     os.path.dirname(os.path.dirname(os.path.dirname(main_thread.__file__))),
 )
-MEETINGS = f"{PACKAGE}/comm/failing_together.py"
+MEETINGS = f"{PACKAGE}/comm/meetings/failing_together.py"
 C10D = f"{TORCH}/distributed/distributed_c10d.py"
 
 

@@ -546,7 +546,7 @@ PREFLIGHT = (
     ),
     fault(
         "ranks that wait for each other in different groups",
-        "comm/failing_together.py",
+        "comm/meetings/failing_together.py",
         "            told = self.waits.decision(decision, ranks, what, users_place())\n",
         "            told = store.get(decision).decode()\n",
         "tests/comm/test_failing_together.py::test_ranks_that_wait_for_each_other_in_different_groups_are_told_of_both[the first]",
@@ -932,7 +932,7 @@ PREFLIGHT = (
     ),
     fault(
         "a trial that one rank fails in by itself, without a word to those that wait for it",
-        "comm/failing_together.py",
+        "comm/meetings/failing_together.py",
         "        meetings.fail()\n",
         "",
         f"{LONE_ERRORS}[ring_size-block]",
@@ -946,7 +946,7 @@ PREFLIGHT = (
     ),
     fault(
         "a rank that has ended its step, and waits for one that has failed at the end of it",
-        "comm/failing_together.py",
+        "comm/meetings/failing_together.py",
         '        yield\n        check_peers(None, "the end")\n',
         "        yield\n",
         "tests/comm/test_failing_together.py::test_all_fail_where_one_does[no collective]",

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed import distributed_c10d as _c10d
 
-from lightning_sp.comm.circular_waits import Arrival, CircularWaits, came_apart
+from lightning_sp.comm.meetings.circular_waits import Arrival, CircularWaits, came_apart
 from lightning_sp.users_line import users_place
 
 _GO_ON, _STOP = "1", "2"

@@ -243,7 +243,7 @@ class SequenceParallelStrategy(TriedSteps, TokenWeightedStrategy):
 
     @override
     def _trial_options(self) -> dict[str, Any]:
-        return loops.trial_options(self, self._run.schedules.take_counters)
+        return loops.trial_options(self, self._run.schedules.take_numbers)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

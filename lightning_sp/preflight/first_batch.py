@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -41,7 +41,7 @@ from lightning_sp.preflight.lengths.untried_length import check_untried_length
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
-from lightning_sp.step.users_numbers.counters import Counter
+from lightning_sp.step.users_numbers.results import NO_NUMBERS, NumbersOfHooks
 
 
 class TriedBatch(NamedTuple):
@@ -71,7 +71,7 @@ def try_first_batch(
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
     may_retry: bool = False,
-    counters: Sequence[Counter] = (),
+    of_hooks: NumbersOfHooks = NO_NUMBERS,
     seen_tokens: int | None = None,
     cut_is_untried: bool = False,
     with_numbers: bool = False,
@@ -88,7 +88,7 @@ def try_first_batch(
         in_float32: switches autocast off; None where there is none.
         after: optimizer steps of this fit so far; then a short crop is enough.
         may_retry: a refusal is not the last word, for the global view is tried then: as `Trial` has it.
-        counters: the user's numbers that have counted batches, not yet tried as later in the run.
+        of_hooks: what hooks have left of the user's numbers, not yet tried as later in the run.
         seen_tokens: as `TriedBatch` had it before.
         cut_is_untried: a batch of this rank is cut at other places than those that were tried.
         with_numbers: what the step logs is compared after steps, too: it may have logged what none before did.
@@ -105,7 +105,7 @@ def try_first_batch(
     trial = partial(_compare, batch, runner, run, config, options, in_float32, shown)
     try:
         found, tried = trial(
-            after=after, may_retry=may_retry, counters=counters, seen_tokens=seen_tokens, cut_is_untried=cut_is_untried
+            after=after, may_retry=may_retry, of_hooks=of_hooks, seen_tokens=seen_tokens, cut_is_untried=cut_is_untried
         )
     except SequenceParallelError as error:
         # Of a refusal that is the last word.
@@ -128,7 +128,7 @@ def _compare(
     *,
     after: int,
     may_retry: bool,
-    counters: Sequence[Counter],
+    of_hooks: NumbersOfHooks,
     seen_tokens: int | None,
     cut_is_untried: bool,
 ) -> tuple[Agreement | None, TriedBatch]:
@@ -146,7 +146,7 @@ def _compare(
 
     def compared(crop: Crop, own: Crop) -> Agreement | None:
         read = partial(_read_ahead, crop, options, runner, run, tries_global_view=config.tries_global_view)
-        return _run(tried_on(crop, own), after, read, counters, monitored)
+        return _run(tried_on(crop, own), after, read, of_hooks, monitored)
 
     try:
         larger = [] if wanted else [partial(each, batch, cut, options, config) for each in LARGER]
@@ -236,13 +236,13 @@ def _run(
     trial: Trial,
     after: int,
     read: Callable[[], None],
-    counters: Sequence[Counter],
+    of_hooks: NumbersOfHooks,
     monitored: Collection[str] | None,
 ) -> Agreement | None:
     """Compare; in 16 bits and after some steps a difference may be what rounding makes of small gradients: it is said, not refused."""
     try:
         trial = replace(trial, crop=f"{trial.crop} after {after} optimizer steps") if after else trial
-        found = run_preflight(trial, monitored, read, counters)
+        found = run_preflight(trial, monitored, read, of_hooks)
         if found is not None and not math.isnan(found.difference):
             trial.context.adds_up_rows = found.adds_up_rows
         return found

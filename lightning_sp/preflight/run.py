@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -52,7 +52,7 @@ from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import progress_read
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.step.users_numbers.counters import Counter
+from lightning_sp.step.users_numbers.results import NO_NUMBERS, NumbersOfHooks
 
 
 class TrialFailedError(SequenceParallelError):
@@ -63,7 +63,7 @@ def run_preflight(
     trial: Trial,
     monitored: Collection[str] | None = None,
     read_padding: Callable[[], None] = lambda: None,
-    counters: Sequence[Counter] = (),
+    of_hooks: NumbersOfHooks = NO_NUMBERS,
 ) -> Agreement | None:
     """Run a step whole and sharded, forward and backward, and compare. Every rank must call it with the same samples.
 
@@ -71,7 +71,7 @@ def run_preflight(
         trial: of the step.
         monitored: names of logged numbers that decide about the run; None compares no numbers that are logged.
         read_padding: refuses a step that fails on padding, on all ranks together; called once the step has run whole.
-        counters: the user's numbers that have counted batches, to be shown as later in the run.
+        of_hooks: what hooks have left of the user's numbers, to be shown as later in the run.
 
     Communicates: what two steps do, and one all_reduce of two float64 numbers for each parameter and buffer.
 
@@ -85,7 +85,7 @@ def run_preflight(
     started, counts = time.perf_counter(), write_counts(trial.module)
     with eager():
         draws = list[bool]()
-        with progress_read(trial.module, counters) as read, parametrizations_unwritten():
+        with progress_read(trial.module, of_hooks) as read, parametrizations_unwritten():
             noting = read.noting(trial.run_whole, trial.module.trainer)
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         refuse_writes(counts, write_counts(trial.module))
@@ -115,7 +115,7 @@ def run_preflight(
         if monitored is not None:
             with eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
-        compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(counters), _as_later)
+        compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(of_hooks), _as_later)
         _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
     return found

@@ -155,7 +155,8 @@ class TriedSteps(CarriedSteps, ABC):
                 if first and reads_batch_index(self._module):
                     most = self._module.trainer.num_training_batches - 1
                     last = int(most) if math.isfinite(most) else None
-                    told["counters"] = [*told["counters"], Counter(index, "batch_idx", 1, last)]
+                    counters = *told["of_hooks"].counters, Counter(index, "batch_idx", 1, last)
+                    told["of_hooks"] = told["of_hooks"]._replace(counters=counters)
                 return trial(after=after, may_retry=self._may_try, **told)
 
         try:

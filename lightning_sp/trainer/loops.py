@@ -183,12 +183,12 @@ def monitored_names(trainer: Trainer) -> list[str]:
     return [each for each in named if isinstance(each, str)]
 
 
-def trial_options(strategy: Strategy, counters: Callable[[], Any]) -> dict[str, Any]:
+def trial_options(strategy: Strategy, of_hooks: Callable[[], Any]) -> dict[str, Any]:
     """Return what a trial of a step is told of the run: the numbers that decide about it, what switches autocast off, in training counters."""
     assert strategy.lightning_module is not None
     trainer = strategy.lightning_module.trainer
     found = {"monitored": monitored_names(trainer), "in_float32": without_autocast(strategy)}
-    return {**found, "counters": counters()} if trainer.training else found
+    return {**found, "of_hooks": of_hooks()} if trainer.training else found
 
 
 def without_autocast(strategy: Strategy) -> Callable[[], AbstractContextManager[None]] | None:

@@ -46,10 +46,14 @@ def compare_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead, com
     if not (reads or counts or keeps):
         return
     if reads or _does_otherwise_later(trial, whole, read, compare, keeps):
+        lines = set(read.alike.lines)
         for later in shown_later(trial.module, read, trial.control_group):
-            with later() as when:
+            with later() as when, read.alike:
                 compare(replace(trial, crop=f"{trial.crop} {when}"))
         compare_with_other_results(trial, whole, read, compare)
+        if any(comm.gather_objects(reads and lines != read.alike.lines, trial.control_group)):
+            # A line that the step comes to later alone.
+            _does_otherwise_later(trial, whole, read, compare, keeps=True)
     for later in shown_at_remainders(trial.module, read, trial.control_group) if counts else ():
         with later() as when:
             _compare_where_otherwise(replace(trial, crop=f"{trial.crop} {when}"), whole, compare)

@@ -52,7 +52,7 @@ def results_in_words(read: ProgressRead, *, larger: bool) -> str:
         *dict.fromkeys(
             [plain_text(each.name) for each in read.results if each.name is not None] + sorted(read.metrics)
         ),
-        *(f"what {line.rpartition('/')[2]} reads" for line in sorted(read.weights.lines)),
+        *(f"what {line.rpartition('/')[2]} reads" for line in sorted(read.alike.lines)),
     ]
     return f"with {', '.join(names[:3]) or 'its results'} as if {'large' if larger else 'small'}"
 

@@ -9,12 +9,11 @@ NumPy makes of several, `np.mean(self.losses[-10:])`, and what torch makes of a 
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import farther, tracked_number
-from lightning_sp.step.users_numbers.counters import added, noting_numbers, numbers_of
+from lightning_sp.step.users_numbers.counters import noting_numbers
+from lightning_sp.step.users_numbers.results import LONGEST_HISTORY, Result, became_result, numbers_and_lists_of
 from lightning_sp.trainer.shown_metrics import noted_metrics
 
 _ABOVE, _BELOW = {"gt", "ge", "greater", "greater_equal"}, {"lt", "le", "less", "less_equal"}
@@ -45,22 +45,6 @@ _OF_LISTS = (
     "quantile",
     "percentile",
 )
-# Numbers of a tensor that may be a history of results.
-_LONGEST = 4096
-
-
-class Result(NamedTuple):
-    """A number that a step leaves.
-
-    Args:
-        owner: an object, a dict, or a list of numbers.
-        name: of the attribute or entry; of a list, none.
-        value: what it left: a number, of a list all.
-    """
-
-    owner: Any
-    name: Any
-    value: Any
 
 
 def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) -> Callable[[], Any]:
@@ -74,35 +58,10 @@ def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) ->
 
     def note(owner: Any, before: dict[Any, Any], now: dict[Any, Any]) -> None:
         for name, value in now.items():
-            if _is_result(value) and value != before.get(name) and not added(before.get(name), value):
+            if became_result(before.get(name), value):
                 found.append(Result(owner, name, value))
 
-    return noting_numbers(run, trainer, _numbers, note)
-
-
-def _numbers(owner: Any) -> dict[Any, Any]:
-    if isinstance(owner, (list, deque)):
-        return {None: list(owner)}
-    held = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
-    others = {
-        name: _plain(value) for name, value in held.items() if isinstance(value, np.floating) or _is_history(value)
-    }
-    return {**numbers_of(owner, on_device=True), **others}
-
-
-def _plain(value: Any) -> Any:
-    return float(value) if isinstance(value, np.floating) else value.tolist()
-
-
-def _is_history(value: Any) -> bool:
-    is_plain = type(value) is Tensor and not value.requires_grad and value.is_floating_point() and not value.is_meta
-    return is_plain and value.dim() == 1 and 1 < value.numel() <= _LONGEST
-
-
-def _is_result(value: Any) -> bool:
-    """Return whether a value is a number with a fraction, as no count has, or a list that ends with one."""
-    numbers = value if isinstance(value, list) else [value]
-    return any(type(each) is float and not each.is_integer() and math.isfinite(each) for each in numbers)
+    return noting_numbers(run, trainer, numbers_and_lists_of, note)
 
 
 @contextmanager
@@ -163,7 +122,7 @@ def _shown_to_numpy(*, larger: bool) -> Iterator[None]:
     def shown(own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], (list, tuple, deque)) and len(args[0]) <= _LONGEST:
+            if args and isinstance(args[0], (list, tuple, deque)) and len(args[0]) <= LONGEST_HISTORY:
                 args = ([farther(each, larger=larger) for each in args[0]], *args[1:])
             return own(*args, **kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
-from lightning_sp.preflight.recording.kept_results import Result, noting_results, results_shown
-from lightning_sp.preflight.recording.read_weights import ReadWeights, weights_shown
+from lightning_sp.preflight.recording.alike_numbers import AlikeNumbers
+from lightning_sp.preflight.recording.kept_results import noting_results, results_shown
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
+from lightning_sp.step.users_numbers.results import NumbersOfHooks, Result
 from lightning_sp.trainer.noted_remainders import Remainder
 from lightning_sp.trainer.shown_metrics import noted_metrics
 from lightning_sp.trainer.shown_progress import Moment, later_moments, remainder_moments, shown_progress
@@ -29,7 +30,7 @@ class ProgressRead(NamedTuple):
         results: numbers that it leaves for later steps.
         metrics: names of the trainer's.
         remainders: taken of its counters, as they are shown later.
-        weights: of which it reads numbers.
+        alike: lines of it that read numbers which are alike on all ranks.
     """
 
     progress: set[str | Remainder]
@@ -38,38 +39,40 @@ class ProgressRead(NamedTuple):
     results: list[Result]
     metrics: set[str]
     remainders: set[Remainder]
-    weights: ReadWeights
+    alike: AlikeNumbers
 
     @property
     def has_results(self) -> bool:
-        """Whether it keeps numbers for later steps, or reads such that steps change: metrics, weights."""
-        return bool(self.results or self.metrics or self.weights.lines)
+        """Whether it keeps numbers for later steps, or reads such that steps change: metrics, weights, losses."""
+        return bool(self.results or self.metrics or self.alike.lines)
 
     def noting(self, run: Callable[[], Any], trainer: Any) -> Callable[[], Any]:
         """Return a step that notes what it counts and leaves: it is run on one batch."""
         return noting_results(noting_counters(run, trainer, self.counters), trainer, self.results)
 
-    def without_reads(self, counters: Sequence[Counter]) -> ProgressRead:
-        """Return counters alone: what the step reads and leaves the first trial has shown it as later."""
-        self.weights.lines.clear()
-        return ProgressRead(set(), set(), [*counters], [], set(), set(), self.weights)
+    def without_reads(self, of_hooks: NumbersOfHooks) -> ProgressRead:
+        """Return what hooks have left alone: what the step reads and leaves the first trial has shown it as later."""
+        self.alike.lines.clear()
+        own = {(id(each.owner), each.name) for each in self.results[len(of_hooks.results) :]}
+        others = [each for each in of_hooks.results if (id(each.owner), each.name) not in own]
+        return ProgressRead(set(), set(), [*of_hooks.counters], others, set(), set(), self.alike)
 
 
 @contextmanager
-def progress_read(module: Any, counters: Sequence[Counter]) -> Iterator[ProgressRead]:
+def progress_read(module: Any, of_hooks: NumbersOfHooks) -> Iterator[ProgressRead]:
     """Note what the user's code reads within.
 
     Args:
         module: of the run.
-        counters: that are known; more may be added.
+        of_hooks: what is known of numbers; more may be added.
     """
     with (
         shown_progress(module) as read,
         noted_rates(module.trainer) as rates,
         noted_metrics(module) as metrics,
-        ReadWeights(module) as weights,
+        AlikeNumbers(module) as alike,
     ):
-        yield ProgressRead(read, rates, list(counters), [], metrics, set(), weights)
+        yield ProgressRead(read, rates, list(of_hooks.counters), list(of_hooks.results), metrics, set(), alike)
 
 
 @contextmanager
@@ -83,7 +86,7 @@ def with_other_results(module: Any, read: ProgressRead, *, larger: bool) -> Iter
     """
     with (
         results_shown(module, read.results, read.metrics, larger=larger),
-        weights_shown(module, read.weights, larger=larger),
+        AlikeNumbers(module, larger=larger),
     ):
         yield
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 # Folders of libraries.
 INSTALLED = ("site-packages", "dist-packages")
 _BOUNDS = ("min", "max", "range")
+# What functions are called that note a number and decide nothing by it.
+_NOTES = {"append", "log", "log_dict", "print", "write", "debug", "info", "add_scalar", "set_postfix"}
 
 
 def multiplies_by_zero(file: str, line: int) -> bool:
@@ -119,6 +121,23 @@ def _lines_that_end_loops(file: str) -> frozenset[int]:
     within = (each for loop in loops for each in ast.walk(loop) if isinstance(each, ast.If))
     ends = (each.test for each in within if any(isinstance(part, ast.Break) for part in each.body))
     return _lines_of([*(each.test for each in loops if isinstance(each, ast.While)), *ends])
+
+
+def only_notes(file: str, line: int) -> bool:
+    """Return whether a line only notes what it is given, `self.losses.append(float(loss))`, `self.log("loss", loss.item())`: by its text."""
+    return line in _lines_that_note(file)
+
+
+@lru_cache(maxsize=64)
+def _lines_that_note(file: str) -> frozenset[int]:
+    calls = (each for each in _nodes(file) if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call))
+    return _lines_of(each for each in calls if _only_notes(each.value))
+
+
+def _only_notes(call: ast.expr) -> bool:
+    function = call.func if isinstance(call, ast.Call) else None
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    return name in _NOTES and not any(isinstance(each, (ast.Compare, ast.IfExp, ast.BoolOp)) for each in ast.walk(call))
 
 
 def _multiplies(node: ast.AST) -> bool:

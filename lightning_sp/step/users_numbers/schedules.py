@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_sp.batch_structure import entries_of
 from lightning_sp.step.users_numbers.counters import Counter, added, numbers_of, owners_of_numbers, shown_as
+from lightning_sp.step.users_numbers.results import NumbersOfHooks, Result, became_result, numbers_and_lists_of
 from lightning_sp.users_code.ownership import is_file_of_user
 
 # Of so many batches: what changes with each is a counter.
@@ -59,12 +60,14 @@ class Schedules:
         self._tasks: dict[str, set[Any]] = {}  # values of the entries of batches so far
         self._kinds: dict[tuple[int, Any], set[Any]] = {}  # of each number, flag and text
         self._changes, self._new = 0, 0
+        self._first: dict[int, dict[Any, Any]] | None = None  # of each owner, before the first step
 
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
         self._owners = owners_of_numbers(trainer)
         self._batches, self._batch, self._last, self._before, self._since = 0, None, {}, {}, {}
         self._added, self._told, self._tasks, self._kinds, self._changes, self._new = {}, set(), {}, {}, 0, 0
+        self._first = None
 
     def have_changed(self, trainer: Any, batch: Any) -> bool:
         """Return whether one has before this training batch, and is to be told; once for a batch, which may be handed over twice."""
@@ -131,8 +134,26 @@ class Schedules:
         is_due = changed and (self._changes <= _EACH or self._changes & (self._changes - 1) == 0)
         return is_due or (is_new and self._new <= _MOST_NEW)
 
-    def take_counters(self) -> list[Counter]:
-        """Return the numbers to which each of the last batches has added as much; each of them once in a fit."""
+    def take_numbers(self) -> NumbersOfHooks:
+        """Return what the run has left of numbers so far: each of them once in a fit."""
+        return NumbersOfHooks(self._take_counters(), self._take_results())
+
+    def _take_results(self) -> list[Result]:
+        """Return the results that were others when this was first asked for, before the first step."""
+        now = {index: numbers_and_lists_of(owner) for index, owner in enumerate(self._owners)}
+        if self._first is None:
+            self._first = now
+        found = [
+            (index, name)
+            for index, numbers in now.items()
+            for name, value in numbers.items()
+            if (index, name) not in self._told and became_result(self._first[index].get(name), value)
+        ]
+        self._told.update(found)
+        return [Result(self._owners[index], name, now[index][name]) for index, name in found]
+
+    def _take_counters(self) -> list[Counter]:
+        """Return the numbers to which each of the last batches has added as much."""
         found = [
             key
             for key, (_, times, _, _) in self._added.items()

@@ -462,8 +462,8 @@ PREFLIGHT = (
     fault(
         "a step of a later learning rate, not tried",
         "preflight/recording/progress_read.py",
-        "        yield ProgressRead(read, rates, list(counters), [], metrics, set(), weights)",
-        "        yield ProgressRead(read, set(), list(counters), [], metrics, set(), weights)",
+        "        yield ProgressRead(read, rates, list(of_hooks.counters), list(of_hooks.results), metrics, set(), alike)",
+        "        yield ProgressRead(read, set(), list(of_hooks.counters), list(of_hooks.results), metrics, set(), alike)",
         "tests/step/users_numbers/test_rates.py::test_what_begins_at_a_lower_rate_is_refused_before_it[group-0-as at "
         "optimizer step 7 in epoch 0 (lr=0.03)]",
     ),
@@ -518,10 +518,31 @@ PREFLIGHT = (
     ),
     fault(
         "a weight that decides about a step, and that no trial shows as another",
-        "preflight/recording/read_weights.py",
+        "preflight/recording/alike_numbers.py",
         '        self.lines.add(f"{place[0]}:{place[1]}")\n',
         "",
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[weight]",
+    ),
+    fault(
+        "a step that decides by its loss, of which no trial shows another",
+        "preflight/recording/alike_numbers.py",
+        "        if not (of_weights or (_is_truth(output) and _may_be_loss(first))):",
+        "        if not of_weights:",
+        "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[own]",
+    ),
+    fault(
+        "a metric that a step computes later, of which no trial shows another",
+        "preflight/differences/later_steps.py",
+        "reads and lines != read.alike.lines",
+        "False",
+        "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[computed]",
+    ),
+    fault(
+        "a number that a hook leaves, of which no trial shows another",
+        "step/users_numbers/schedules.py",
+        "self._take_counters(), self._take_results())",
+        "self._take_counters())",
+        "tests/preflight/differences/test_other_results.py::test_what_a_hook_leaves_is_tried_both_ways_before_the_fourth_step",
     ),
     fault(
         "a table whose keys are made of a part's tokens",
@@ -863,8 +884,8 @@ PREFLIGHT = (
     fault(
         "a count of a hook's, which no trial hears of",
         "step/users_numbers/schedules.py",
-        "        self._told.update(found)\n",
-        "        found.clear()\n",
+        "            if times >= _STAYS and key[0] >= 0 and key not in self._told\n",
+        "            if False\n",
         "tests/step/users_numbers/test_counters.py::test_what_begins_at_a_later_count_is_refused_before_it[batches-3-batches=7]",
     ),
     fault(

@@ -1,4 +1,4 @@
-"""What runs in the ranks: targets of which more are left out once the last loss is low, as a step keeps it or a metric has it, or a weight."""
+"""What runs in the ranks: targets of which more are left out once a number is low: a loss, as a step keeps it, a metric, or a weight."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 from lightning_sp import SequenceParallelError
 from tests.trainer.tiny import Plain, TokenDataset, quiet_trainer, tiny_llama
@@ -17,6 +18,7 @@ class Deciding(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
         self.kind, self.tensor, self.mean, self.losses = kind, torch.tensor(9.0), 1.0, list[float]()
+        self.norm, self.computed = 9.0, MeanMetric()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
@@ -25,16 +27,23 @@ class Deciding(Plain):
             targets[:, :4] = -100
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
         self.log("train_loss", loss)
+        self.computed.update(loss.detach())
+        if self.kind == "own" and loss < 2:
+            targets[:, :4] = -100
+            return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
         if self.kind == "attribute":
             self.known = float(loss)
         if self.kind == "tensor":
             self.tensor = loss.detach()
         if self.kind in ("list", "tokens"):
             self.losses.append(float(loss))
-        if self.kind in ("tokens", "weight"):
+        if self.kind in ("tokens", "weight", "hook", "computed"):
             return loss
         self.mean = 0.9 * self.mean + 0.1 * float(loss)
         return loss / self.mean
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norm = float(self.model.norm.weight.grad.norm())
 
     @property
     def last(self) -> Any:
@@ -42,6 +51,10 @@ class Deciding(Plain):
             return float(self.trainer.callback_metrics.get("train_loss", 9))
         if self.kind == "tensor":
             return self.tensor
+        if self.kind == "computed":
+            return self.computed.compute() if self.global_step else 9
+        if self.kind == "hook":
+            return 1e4 * self.norm
         if self.kind == "weight":
             return float(self.model.norm.weight.norm())
         if self.kind == "list":

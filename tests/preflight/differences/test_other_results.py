@@ -1,4 +1,4 @@
-"""A step that decides by its last loss, by a metric, or by a weight, is tried both ways before the first step."""
+"""A step that decides by its loss, or the last one, by a metric, or by a weight, is tried both ways before the first step."""
 
 from __future__ import annotations
 
@@ -61,14 +61,22 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
     assert np.mean([*model.lately]) == 0.5
 
 
-@pytest.mark.parametrize("kind", ["attribute", "metric", "weight", *slow("tensor", "list")])
+@pytest.mark.parametrize("kind", ["attribute", "metric", "weight", "own", "computed", *slow("tensor", "list")])
 def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kind):
     for found in pools(2).run(ranks.fit, kind):
-        # Of a list nothing is read before there are two.
-        assert ("as at optimizer step 2 in epoch 0 (length=2)" in found["error"]) == (kind == "list")
+        # Of a list nothing is read before there are two, and the metric is not computed in the first step.
+        assert ("as at optimizer step 2 in epoch 0" in found["error"]) == (kind in ("list", "computed"))
         assert "as if small, gives another result on shards than whole" in found["error"]
         assert found["steps"] == 0
         assert found["kept"] == (9.0, 1.0, False)
+
+
+def test_what_a_hook_leaves_is_tried_both_ways_before_the_fourth_step(pools):
+    for found in pools(2).run(ranks.fit, "hook"):
+        assert (
+            "after 3 optimizer steps with norm as if small, gives another result on shards than whole" in found["error"]
+        )
+        assert found["steps"] == 3
 
 
 def test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first(pools):

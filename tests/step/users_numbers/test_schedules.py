@@ -150,11 +150,11 @@ def test_many_changes_are_told_more_and_more_seldom():
 def test_what_each_batch_adds_as_much_to_is_a_counter_once():
     model, trainer, schedules = followed()
     told(schedules, trainer, model, 2)
-    assert schedules.take_counters() == []
+    assert schedules.take_numbers().counters == []
     told(schedules, trainer, model, 1)
-    assert schedules.take_counters() == [Counter(model, "seen", 1)]
+    assert schedules.take_numbers().counters == [Counter(model, "seen", 1)]
     told(schedules, trainer, model, 3)
-    assert schedules.take_counters() == []
+    assert schedules.take_numbers().counters == []
 
 
 def test_a_batch_that_is_handed_over_twice_is_one():
@@ -171,7 +171,7 @@ def test_what_each_optimizer_step_adds_to_is_a_counter_of_its_micro_batches():
     for number in range(12):
         model.seen += number % 3 == 2
         assert not schedules.have_changed(trainer, object())
-    assert schedules.take_counters() == [(model, "seen", 1 / 3, None)]
+    assert schedules.take_numbers().counters == [(model, "seen", 1 / 3, None)]
 
 
 def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
@@ -182,7 +182,7 @@ def test_a_hook_at_a_batch_start_sets_a_phase_and_counts():
         model.seen, model.skipped = model.seen + 1, 3 * (number == 6)
         found.append(schedules.have_changed_in_hooks(trainer))
     assert found == [number == 6 for number in range(9)]
-    assert schedules.take_counters() == [Counter(model, "seen", 1)]
+    assert schedules.take_numbers().counters == [Counter(model, "seen", 1)]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.compared import Compared, Entry, note_compared
 from lightning_sp.preflight.recording.hidden_terms import Call, users_place
 from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_cut
+from lightning_sp.preflight.recording.numbers_read.followed_batches import following
 from lightning_sp.preflight.recording.numbers_read.followed_layers import followed_layers, shares_tokens
 from lightning_sp.preflight.recording.tensor_hooks import tensor_hooks_told
 from lightning_sp.preflight.recording.users_lines import INSTALLED, bounds_a_size, compares_products, ends_a_loop
@@ -241,6 +242,7 @@ def numbers_read(module: nn.Module, context: SequenceContext, name: str = "train
     try:
         with (
             mode,
+            following(mode._leaves),
             followed_layers(mode.follow_layer),
             nullcontext() if context.global_view else tensor_hooks_told(mesh.layout.size),
         ):

@@ -1,16 +1,17 @@
-"""Numbers of weights and buffers that a step reads, and may decide by: noted in a trial, and shown as if they were small, or large.
+"""Numbers that are alike on all ranks, which a step reads and may decide by: of weights, buffers, losses, metrics. Noted in a trial, and shown
+as if they were small, or large.
 
     if self.scale.item() < 0.5: x = x + x.cumsum(1)       no trial of the first steps sees this line, where the scale begins at 1
     x = torch.where(self.scale < 0.5, x.cumsum(1), x)     nor what it gives
+    if loss < 2: loss = loss + extra(logits)              nor this, where the loss begins at 9
 
-What is made of these alone is followed, not what is made of tokens.
+What is made of weights and buffers alone is followed. Of other single numbers those count that are not made of the batch's entries
+(`numbers_read/`): what this package's functions give, a loss say, is of all tokens.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,17 +21,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
+from lightning_sp.preflight.recording.numbers_read.followed_batches import follows_batches, is_of_batch
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import tracked_number
 from lightning_sp.preflight.recording.numbers_read.read_numbers import COMPARISONS
-from lightning_sp.preflight.recording.users_lines import INSTALLED
+from lightning_sp.preflight.recording.users_lines import INSTALLED, ends_a_loop, only_notes
 
+_BELOW = {"lt", "le", "less", "less_equal"}
 _TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "__float__"}
 # What Python's `float` gets, which keeps no trace of where a number comes from.
 _TIMES = 1e3
 
 
-class ReadWeights(TorchFunctionMode):
-    """Notes the user's lines that read numbers of weights.
+class AlikeNumbers(TorchFunctionMode):
+    """Notes the user's lines that read such numbers.
 
     Args:
         module: whose buffers count as its weights do.
@@ -59,28 +62,47 @@ class ReadWeights(TorchFunctionMode):
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         first = args[0] if args else None
-        if type(first) is Tensor and id(first) not in self._ids:
-            return output  # most of a step's: of a weight's numbers each call pays for this
+        # Most calls of a step are neither: of a weight's numbers each call pays for this.
+        of_weights = type(first) is not Tensor or id(first) in self._ids
+        if not (of_weights or (_is_truth(output) and _may_be_loss(first))):
+            return output
         flat = [part for each in args for part in (each if isinstance(each, (list, tuple)) else [each])]
         given = [each for each in flat if isinstance(each, Tensor)]
-        if not given or not all(isinstance(each, nn.Parameter) or each in self._made for each in given):
-            return output
+        of_weights = bool(given) and all(isinstance(each, nn.Parameter) or each in self._made for each in given)
         name = name_of(function)
         if isinstance(output, Tensor):
-            self._note(output)
+            if of_weights:
+                self._note(output)
             if output.numel() != 1 or name not in COMPARISONS:
                 return output
         elif name not in _TRUTHS | _NUMBERS:
             return output
+        if not of_weights and (not follows_batches() or any(map(is_of_batch, given))):
+            return output
         place = users_place(sys._getframe(1))
         if place is None or any(folder in place[0] for folder in INSTALLED):
+            return output
+        if not of_weights and (only_notes(*place) or ends_a_loop(*place)):
             return output
         self.lines.add(f"{place[0]}:{place[1]}")
         if self._larger is None:
             return output
         if isinstance(output, Tensor):
-            return torch.full_like(output, self._larger)
+            # `2 > loss` as `loss < 2`.
+            is_first = isinstance(first, Tensor) and first.numel() == 1
+            return torch.full_like(output, ((name in _BELOW) != self._larger) == is_first)
         return _shown(name, output, larger=self._larger)
+
+
+def _is_truth(output: Any) -> bool:
+    """Return whether a function has compared one number, or read it for Python."""
+    return isinstance(output, (bool, float)) or (
+        type(output) is Tensor and output.dtype is torch.bool and output.numel() == 1
+    )
+
+
+def _may_be_loss(given: Any) -> bool:
+    return isinstance(given, Tensor) and given.is_floating_point() and given.numel() == 1
 
 
 def _shown(name: str, number: Any, *, larger: bool) -> Any:
@@ -91,19 +113,3 @@ def _shown(name: str, number: Any, *, larger: bool) -> Any:
     if name == "item":
         return tracked_number(number, larger=larger)
     return max(abs(number), 1 / _TIMES) * _TIMES if larger else min(number * _TIMES, number / _TIMES)
-
-
-@contextmanager
-def weights_shown(module: nn.Module, read: ReadWeights, *, larger: bool) -> Iterator[None]:
-    """Show what a step reads of weights, if it does, as if it were small, or large.
-
-    Args:
-        module: whose step it is.
-        read: what it has read.
-        larger: whether it is shown as large.
-    """
-    if not read.lines:
-        yield
-        return
-    with ReadWeights(module, larger=larger):
-        yield

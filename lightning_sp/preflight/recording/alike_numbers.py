@@ -22,14 +22,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
 from lightning_sp.preflight.recording.numbers_read.followed_batches import follows_batches, is_of_batch
-from lightning_sp.preflight.recording.numbers_read.forced_numbers import tracked_number
 from lightning_sp.preflight.recording.numbers_read.read_numbers import COMPARISONS
+from lightning_sp.preflight.recording.numbers_read.tracked_numbers import far_from_float, tracked_number
 from lightning_sp.preflight.recording.users_lines import INSTALLED, ends_a_loop, only_notes
 
 _BELOW = {"lt", "le", "less", "less_equal"}
 _TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "__float__"}
-# What Python's `float` gets, which keeps no trace of where a number comes from.
-_TIMES = 1e3
 
 
 class AlikeNumbers(TorchFunctionMode):
@@ -110,6 +108,5 @@ def _shown(name: str, number: Any, *, larger: bool) -> Any:
         return larger
     if not isinstance(number, float):
         return number
-    if name == "item":
-        return tracked_number(number, larger=larger)
-    return max(abs(number), 1 / _TIMES) * _TIMES if larger else min(number * _TIMES, number / _TIMES)
+    # What Python's `float` gets keeps no trace of where a number comes from.
+    return (tracked_number if name == "item" else far_from_float)(number, larger=larger)

@@ -12,39 +12,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
-from lightning_sp.preflight.recording.numbers_read.forced_numbers import farther, tracked_number
+from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
+    far_from_float,
+    told_to_libraries,
+    tracked_number,
+)
 from lightning_sp.step.users_numbers.counters import noting_numbers
-from lightning_sp.step.users_numbers.results import LONGEST_HISTORY, Result, became_result, numbers_and_lists_of
+from lightning_sp.step.users_numbers.results import Result, became_result, numbers_and_lists_of
 from lightning_sp.trainer.shown_metrics import noted_metrics
 
 _ABOVE, _BELOW = {"gt", "ge", "greater", "greater_equal"}, {"lt", "le", "less", "less_equal"}
-# What Python's `float` gets, which keeps no trace of where a number comes from.
-_SMALLER, _LARGER = 1e-3, 1e3
-# Functions of NumPy that take a list of numbers.
-_OF_LISTS = (
-    "array",
-    "asarray",
-    "mean",
-    "average",
-    "median",
-    "min",
-    "max",
-    "amin",
-    "amax",
-    "sum",
-    "std",
-    "quantile",
-    "percentile",
-)
 
 
 def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) -> Callable[[], Any]:
@@ -80,7 +64,7 @@ def results_shown(module: Any, results: Sequence[Result], metrics: set[str], *, 
                 before = held[: -len(value)] if isinstance(owner, (list, deque)) else []
                 _put(owner, name, _tracked([*before, *value] if before else value, larger=larger))
         undo.enter_context(noted_metrics(module, shown))
-        undo.enter_context(_shown_to_numpy(larger=larger))
+        undo.enter_context(told_to_libraries())
         undo.enter_context(_Shown(tensors, larger=larger))
         yield
 
@@ -115,29 +99,6 @@ def _put(owner: Any, name: Any, value: Any) -> None:
         setattr(owner, name, value)
 
 
-@contextmanager
-def _shown_to_numpy(*, larger: bool) -> Iterator[None]:
-    """Hand NumPy numbers that are small, or large, where it is given a list with such as are shown so: it takes them for plain ones."""
-
-    def shown(own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], (list, tuple, deque)) and len(args[0]) <= LONGEST_HISTORY:
-                args = ([farther(each, larger=larger) for each in args[0]], *args[1:])
-            return own(*args, **kwargs)
-
-        return call
-
-    before = {name: getattr(np, name) for name in _OF_LISTS}
-    try:
-        for name, own in before.items():
-            setattr(np, name, shown(own))
-        yield
-    finally:
-        for name, own in before.items():
-            setattr(np, name, own)
-
-
 class _Shown(TorchFunctionMode):
     """Has comparisons of single numbers come out as if they were small, or large, by what they are made of."""
 
@@ -159,7 +120,7 @@ class _Shown(TorchFunctionMode):
         if name == "item" and isinstance(output, float):
             return tracked_number(output, larger=self._larger)
         if name == "__float__":
-            return output * (_LARGER if self._larger else _SMALLER)
+            return far_from_float(output, larger=self._larger)  # it keeps no trace of where it comes from
         if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
             # Of several, what is made of results alone: a history's last ones.
             alone = all(id(each) in self._of for each in args if isinstance(each, Tensor))

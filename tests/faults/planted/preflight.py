@@ -512,7 +512,7 @@ PREFLIGHT = (
     fault(
         "a mean of kept results that NumPy makes, taken as it is",
         "preflight/recording/kept_results.py",
-        "        undo.enter_context(_shown_to_numpy(larger=larger))\n",
+        "        undo.enter_context(told_to_libraries())\n",
         "",
         "tests/preflight/differences/test_other_results.py::test_they_are_what_they_are_but_where_they_are_compared[True]",
     ),
@@ -543,6 +543,20 @@ PREFLIGHT = (
         "self._take_counters(), self._take_results())",
         "self._take_counters())",
         "tests/preflight/differences/test_other_results.py::test_what_a_hook_leaves_is_tried_both_ways_before_the_fourth_step",
+    ),
+    fault(
+        "a number of activations that a layer hands to Python, taken for a count of tokens that it deals out",
+        "preflight/recording/numbers_read/read_numbers.py",
+        "        is_count = name in _COUNTS_OF_PYTHON and not given.is_floating_point()\n",
+        "        is_count = name in _COUNTS_OF_PYTHON\n",
+        f"{READ}_reads_whole_sequences[activation]",
+    ),
+    fault(
+        "what `math` makes of a number that decides, taken as it is",
+        "preflight/recording/numbers_read/tracked_numbers.py",
+        "    functions += [(module, name, of_number) for module in (math, np) for name in _OF_NUMBERS]\n",
+        "",
+        "tests/preflight/differences/test_other_results.py::test_they_are_what_they_are_but_where_they_are_compared[True]",
     ),
     fault(
         "a table whose keys are made of a part's tokens",
@@ -1086,14 +1100,14 @@ PREFLIGHT = (
     ),
     fault(
         "a product of rows and tokens, compared as any number",
-        "preflight/recording/numbers_read/forced_numbers.py",
-        "_made(_Integer if type(other) is _Size else _Size, value, self.budget)",
-        "_made(_Size, value, self.budget)",
+        "preflight/recording/numbers_read/tracked_numbers.py",
+        "made(Integer if type(other) is Size else Size, value, self.budget)",
+        "made(Size, value, self.budget)",
         f"{READ}_reads_whole_sequences[product]",
     ),
     fault(
         "a token that no crop holds, and that a step asks for",
-        "preflight/recording/numbers_read/forced_numbers.py",
+        "preflight/recording/numbers_read/tracked_numbers.py",
         "        return (name in _ABOVE) == self.larger\n",
         "        return (name in _ABOVE) != self.larger\n",
         f"{READ}_reads_whole_sequences[rare]",
@@ -1122,7 +1136,7 @@ PREFLIGHT = (
     fault(
         "a number of the loss that stays the same up to a count, taken for exact",
         "preflight/recording/numbers_read/forced_numbers.py",
-        "                return at(place, _farther(each, larger=self._larger))\n",
+        "                return at(place, far_from(each, larger=self._larger))\n",
         "                return output\n",
         f"{READ}_reads_whole_sequences[steps]",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from types import SimpleNamespace
@@ -53,7 +54,9 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
         assert (float(model.loss) > 100) == larger
         means = [np.mean([*model.lately]), np.array(model.lately).mean(), statistics.mean(model.lately)]
         assert [each > 1 for each in (*means, model.of_numpy, model.history[:2].mean())] == [larger] * 5
-        assert np.mean([0.5, 2.5]) == 1.5
+        computed = (math.exp(model.last), np.log(model.last), round(100 * model.last), 100 * model.last // 1)
+        assert [each > 50 for each in computed] == [larger] * 4
+        assert (np.mean([0.5, 2.5]), math.exp(0.0), np.sqrt(4.0), int(model.first)) == (1.5, 1.0, 2.0, 6 * larger)
         assert float(model.last * torch.ones(())) == 2.5
         assert float(torch.tensor(2 * model.first)) == 1.0
     assert (type(model.last), hasattr(model, "first"), model.state) == (float, False, {"mean": 0.75})

@@ -43,6 +43,7 @@ DECIDING = [
     "logits",
     "losses of tokens",
     "layer",
+    "activation",
     "last of Python",
     "loop",
     "broken off",

@@ -203,7 +203,8 @@ class ReadNumbers(TorchFunctionMode):
     ) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
-        if of_layers and name in _COUNTS_OF_PYTHON and not self._is_of_module(sys._getframe(2)):
+        is_count = name in _COUNTS_OF_PYTHON and not given.is_floating_point()
+        if of_layers and is_count and not self._is_of_module(sys._getframe(2)):
             return  # a layer that deals its tokens out to experts
         if torch._C._functorch.is_batchedtensor(output if isinstance(output, Tensor) else given):
             return  # torch.vmap shows one of many, by which Python cannot decide

@@ -1,0 +1,207 @@
+"""Numbers of Python's that know what they are: each is what it is, but for comparisons, which come out as if it were small, or large.
+
+    count = mask.sum().item();  if count > 20: ...                 and so does what Python computes of it
+    if math.exp(loss.item()) < 20: ...                             or `math`, or NumPy
+    if np.mean(self.losses[-10:]) < 2: ...                         of a list of them a plain number is made, of others than they are
+
+What C takes of them is what they are: a name that a file has from `from math import exp`, a text, a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+# Of a number that Python takes as its own: of tokens, say.
+TIMES = 4
+# Comparisons of one number that a step keeps.
+_MOST = 10_000
+_FAR = 1e3
+_ABOVE = {"gt", "ge", "ne"}
+# Functions of NumPy that take a list of numbers.
+_OF_LISTS = (
+    "array",
+    "asarray",
+    "mean",
+    "average",
+    "median",
+    "min",
+    "max",
+    "amin",
+    "amax",
+    "sum",
+    "std",
+    "quantile",
+    "percentile",
+)
+_LONGEST = 4096
+# Functions of `math`, and of NumPy, that take one number.
+_OF_NUMBERS = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "tanh")
+
+
+class Budget:
+    """How many comparisons are still forced: a loop that waits for one ends; a class because it counts."""
+
+    def __init__(self, left: int, *, larger: bool) -> None:
+        self.left, self.larger = left, larger
+
+    def decided(self, name: str, other: Any, own: Any) -> Any:
+        """Return how a comparison comes out, by its name and what a number is compared with."""
+        if self.left <= 0 or (not self.larger and _asks_for_any(name, other)):
+            return own
+        self.left -= 1
+        return (name in _ABOVE) == self.larger
+
+
+def _asks_for_any(name: str, other: Any) -> bool:
+    """Return whether a comparison asks whether there is anything."""
+    number = (
+        float(other) if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1) else None
+    )
+    if other is None:
+        return True
+    return number == 0 or (number == 1 and name in ("ge", "lt"))
+
+
+def far_from(number: Any, *, larger: bool) -> Any:
+    """Return a number that is larger, or smaller, than those of whole batches are likely to be."""
+    return number + (1 if larger else -1) * TIMES * (abs(number) + 1)
+
+
+def far_from_float(number: Any, *, larger: bool) -> Any:
+    """Return a number with a fraction, a loss or an activation, beyond what thresholds are likely to be, of the same sign; or an array."""
+    far = np.maximum(abs(number), 1 / _FAR) * _FAR if larger else np.minimum(number * _FAR, number / _FAR)
+    return float(far) if isinstance(number, float) else far
+
+
+def made(kind: Any, value: Any, budget: Budget) -> Any:
+    """Return a number of a kind: `Integer`, `Float` or `Size`."""
+    number = kind(value)
+    number.budget = budget
+    return number
+
+
+def tracked_number(value: float, *, larger: bool) -> float:
+    """Return a number of Python's that is what it is, but for comparisons: as if it were large, or small."""
+    found: float = made(Float, value, Budget(_MOST, larger=larger))
+    return found
+
+
+def tracked(value: Any, budget: Budget) -> Any:
+    """Return a number, or those of a list, as one that knows what it is; anything else as it is."""
+    if isinstance(value, list):
+        return [tracked(each, budget) for each in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return made(Integer if isinstance(value, int) else Float, value, budget)
+    return value
+
+
+def _compared(name: str) -> Any:
+    def compare(self: Any, other: Any) -> Any:
+        own = getattr(self.plain, f"__{name}__")(self, other)
+        return own if own is NotImplemented else self.budget.decided(name, other, own)
+
+    return compare
+
+
+def _computed(name: str) -> Any:
+    def compute(self: Any, *others: Any) -> Any:
+        value = getattr(self.plain, f"__{name}__")(self, *others)
+        return value if value is NotImplemented else tracked(value, self.budget)
+
+    return compute
+
+
+def _rounded(name: str) -> Any:
+    def rounds(self: Any, *others: Any) -> Any:
+        own = self.plain.__add__(self, 0)  # a plain one: `int(self)` would come here
+        number = self.plain(far_from(own, larger=True)) if self.budget.larger else own
+        value = getattr(self.plain, f"__{name}__")(number, *others)
+        # Python wants a plain one of `int(self)`.
+        return value if name in ("int", "trunc") else tracked(value, self.budget)
+
+    return rounds
+
+
+def _ratio(self: Any) -> tuple[int, int]:
+    """Return what `statistics` takes a number by."""
+    ratio: tuple[int, int] = _farther(self).as_integer_ratio()
+    return ratio
+
+
+def _farther(number: Any) -> Any:
+    """Return a plain number that is larger than one of these, or smaller; of any other that number itself."""
+    if not isinstance(number, (Integer, Float)):
+        return number
+    far = far_from if isinstance(number, Integer) else far_from_float
+    return far(number.plain.__add__(number, 0), larger=number.budget.larger)
+
+
+_OPERATIONS = ("add", "sub", "mul", "truediv", "mod", "pow")
+_OVER = {
+    **{f"__{name}__": _compared(name) for name in ("gt", "ge", "lt", "le", "eq", "ne")},
+    **{f"__{side}{name}__": _computed(f"{side}{name}") for name in _OPERATIONS for side in ("", "r")},
+    **{f"__{name}__": _computed(name) for name in ("neg", "abs")},
+    **{f"__{name}__": _rounded(name) for name in ("floordiv", "round", "floor", "ceil", "trunc", "int")},
+    "as_integer_ratio": _ratio,
+    "budget": Budget(0, larger=False),  # of what `statistics` makes of them, which is what it is
+    "__bool__": lambda self: self.budget.decided("ne", 0, self.plain.__bool__(self)),
+}
+Integer: Any = type("Integer", (int,), {**_OVER, "__hash__": int.__hash__, "plain": int})
+Float: Any = type("Float", (float,), {**_OVER, "__hash__": float.__hash__, "plain": float})
+
+
+class Size(int):
+    """A number of rows or of tokens: it is compared as any other; a product of two is a number that is forced."""
+
+    budget: Budget
+
+    def __mul__(self, other: Any) -> Any:
+        """Return the product; once it is known of itself alone, as `math.prod` begins."""
+        value = int.__mul__(self, other)
+        if value is NotImplemented or not (type(other) is Size or other == 1):
+            return value
+        return made(Integer if type(other) is Size else Size, value, self.budget)
+
+    __rmul__ = __mul__
+
+
+@contextmanager
+def told_to_libraries() -> Iterator[None]:
+    """Within, have functions of `math` and NumPy know these numbers: of one they give one, of a list what others would give."""
+
+    def of_number(own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = own(*args, **kwargs)
+            return tracked(output, args[0].budget) if args and isinstance(args[0], (Integer, Float)) else output
+
+        return call
+
+    def of_list(own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if args and isinstance(args[0], (list, tuple, deque)) and len(args[0]) <= _LONGEST:
+                args = ([_farther(each) for each in args[0]], *args[1:])
+            return own(*args, **kwargs)
+
+        return call
+
+    functions: list[tuple[ModuleType, str, Any]] = [(np, name, of_list) for name in _OF_LISTS]
+    functions += [(module, name, of_number) for module in (math, np) for name in _OF_NUMBERS]
+    before = [(module, name, getattr(module, name)) for module, name, _ in functions]
+    try:
+        for (module, name, shown), (_, _, own) in zip(functions, before, strict=True):
+            setattr(module, name, shown(own))
+        yield
+    finally:
+        for module, name, own in before:
+            setattr(module, name, own)

@@ -27,6 +27,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
+from lightning_sp.preflight.differences.large_gradients import check_large_gradients
 from lightning_sp.preflight.differences.later_steps import compare_at_later_steps
 from lightning_sp.preflight.differences.other_outcomes import compare_with_other_outcomes
 from lightning_sp.preflight.differences.other_seeds import (
@@ -107,8 +108,7 @@ def run_preflight(
     found = judged(trial, whole, sharded, started)
     trial.learn_outputs(whole, sharded)
     if found is not None and not math.isnan(found.difference):
-        with eager():
-            check_read_numbers(trial, whole, sharded)
+        _look_at_decisions(trial, whole, sharded)
         _run_with_small_numbers(trial, weights := hiding_weights(trial.module, whole.gradients))
         _run_with_terms_shown(trial, whole, sharded, weights)
         compare_with_other_outcomes(trial, whole, sharded, _compare_if_it_runs)
@@ -165,6 +165,13 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
         if not findings:
             raise
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
+
+
+def _look_at_decisions(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+    """Refuse a step that decides by a number of its part of the batch, or its backward by one of a part's gradient."""
+    with eager():
+        check_read_numbers(trial, whole, sharded)
+        check_large_gradients(trial, whole)
 
 
 def _run_with_small_numbers(trial: Trial, weights: HidingWeights) -> None:

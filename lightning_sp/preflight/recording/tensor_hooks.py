@@ -21,9 +21,9 @@ _OWN = ("torch.", "lightning_sp.")
 class _TensorHooks(TorchFunctionMode):
     """Notes the lines that put a hook on what a step has computed."""
 
-    def __init__(self) -> None:
+    def __init__(self, lines: dict[str, None]) -> None:
         super().__init__()
-        self.lines: dict[str, None] = {}
+        self._lines = lines
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -32,20 +32,21 @@ class _TensorHooks(TorchFunctionMode):
             hook = args[1] if len(args) > 1 else (kwargs or {}).get("hook")
             place = users_place(sys._getframe(1))
             if place is not None and not (getattr(hook, "__module__", None) or "").startswith(_OWN):
-                self.lines[Call(*place, "register_hook", 0).describe()] = None
+                self._lines[Call(*place, "register_hook", 0).describe()] = None
         return function(*args, **kwargs or {})
 
 
 @contextmanager
-def tensor_hooks_told(size: int) -> Iterator[None]:
+def tensor_hooks_told(size: int, lines: dict[str, None]) -> Iterator[None]:
     """Warn of hooks on tensors that hold this rank's part of the tokens, once a line.
 
     Args:
         size: ranks of a sequence.
+        lines: takes these lines.
     """
-    with _TensorHooks() as found:
+    with _TensorHooks(lines):
         yield
-    for line in found.lines:
+    for line in lines:
         _say_once(
             f"a hook of a tensor in {line} has the gradient of this rank's part of the tokens, which is {size} times as large, for the ranks' "
             f"are averaged: what it keeps of it is not one device's. self.trainer.strategy.unshard(gradient) / {size} in the hook, on every "

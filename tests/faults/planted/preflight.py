@@ -559,6 +559,22 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_results.py::test_they_are_what_they_are_but_where_they_are_compared[True]",
     ),
     fault(
+        "a backward that clips gradients, of which no trial shows large ones",
+        "preflight/differences/large_gradients.py",
+        "    return output * _TIMES if isinstance(output, Tensor) else output\n",
+        "    return output\n",
+        "tests/preflight/differences/test_large_gradients.py::"
+        "test_a_backward_that_clips_is_refused_though_no_gradient_is_large_yet[function-the autograd.Function Clipped]",
+    ),
+    fault(
+        "a hook of a tensor that clips gradients, of which no trial asks",
+        "preflight/differences/large_gradients.py",
+        '    yield from (f"a hook at {line}" for line in whole.read.hooked)\n',
+        "",
+        "tests/preflight/differences/test_large_gradients.py::"
+        "test_a_backward_that_clips_is_refused_though_no_gradient_is_large_yet[hook-a hook at large_gradients_ranks.py:]",
+    ),
+    fault(
         "a table whose keys are made of a part's tokens",
         "preflight/recording/attributes.py",
         '                yield f"contents({name})", keys\n',
@@ -1213,7 +1229,7 @@ PREFLIGHT = (
     fault(
         "a hook of a tensor that nobody is told of",
         "preflight/recording/tensor_hooks.py",
-        "    for line in found.lines:",
+        "    for line in lines:",
         "    for line in ():",
         "tests/trainer/hooks/test_backward_hooks.py::test_what_a_hook_of_a_tensor_keeps_is_said_to_be_a_parts",
     ),

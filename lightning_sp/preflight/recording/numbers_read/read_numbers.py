@@ -94,6 +94,7 @@ class ReadNumbers(TorchFunctionMode):
         self.counted_cuts: set[tuple[str, int]] = set()
         self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
+        self.hooked: dict[str, None] = {}
         self.compared: dict[Entry, Compared] = {}
         self._leaves = WeakTensorKeyDictionary()
         self._counted = WeakTensorKeyDictionary()
@@ -245,7 +246,7 @@ def numbers_read(module: nn.Module, context: SequenceContext, name: str = "train
             mode,
             following(mode._leaves),
             followed_layers(mode.follow_layer),
-            nullcontext() if context.global_view else tensor_hooks_told(mesh.layout.size),
+            nullcontext() if context.global_view else tensor_hooks_told(mesh.layout.size, mode.hooked),
         ):
             yield mode
     finally:

@@ -57,12 +57,18 @@ def numbers_and_lists_of(owner: Any) -> dict[Any, Any]:
 
 def _is_other(value: Any) -> bool:
     """Return whether a value has numbers that `numbers_of` leaves out."""
-    is_part = isinstance(value, DTensor) and value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, np.floating) or is_part or _is_history(value)
+    return isinstance(value, np.floating) or _is_number_of_ranks(value) or _is_history(value)
+
+
+def _is_number_of_ranks(value: Any) -> bool:
+    """Return whether a value is a gradient's norm, say, as FSDP2's gradients give it: this rank may have a part of the sum, or nothing."""
+    if not isinstance(value, DTensor) or value.requires_grad or not value.is_floating_point():
+        return False
+    return bool(value.numel() == 1 and value.to_local().numel() == 1)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, DTensor):  # a gradient's norm: of this rank's own part, which changes as the whole does
+    if isinstance(value, DTensor):  # it changes as the whole does
         return float(value.to_local().detach())
     return float(value) if isinstance(value, np.floating) else value.tolist()
 

@@ -24,6 +24,7 @@ from lightning_sp.preflight.evaluation.first_evaluation import FirstOfLoader
 from lightning_sp.preflight.evaluation.judgement import NotComparedError
 from lightning_sp.preflight.evaluation.output_kinds import returned_and_kept
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
+from lightning_sp.preflight.recording.numbers_read.followed_batches import follow
 from lightning_sp.preflight.refusals import first_sentence
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -234,6 +235,7 @@ class TriedSteps(CarriedSteps, ABC):
 
         def run(batch: Any, info: SequenceInfo) -> Any:
             self._batch = info
+            follow(batch)
             return step(self, self._moved(batch, info), *others)
 
         try:

@@ -24,7 +24,7 @@ from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced
-from lightning_sp.preflight.recording.numbers_read.read_numbers import (
+from lightning_sp.preflight.recording.numbers_read.lines_of_parts import (
     Line,
     cuts_of_parts,
     loops_of_parts,

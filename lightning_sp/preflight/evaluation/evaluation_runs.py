@@ -39,7 +39,8 @@ from lightning_sp.preflight.numbers import RankNumbers
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced, forcing
-from lightning_sp.preflight.recording.numbers_read.read_numbers import Line, ReadNumbers, numbers_of_parts, numbers_read
+from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_parts
+from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers, numbers_read
 from lightning_sp.preflight.recording.uniform_outcomes import Other, Tokens, UniformOutcomes
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together

@@ -103,7 +103,7 @@ PREFLIGHT = (
     ),
     fault(
         "a library's loop over rows taken for a group's decision",
-        "preflight/recording/numbers_read/read_numbers.py",
+        "preflight/recording/numbers_read/lines_of_parts.py",
         "        is_of_rows = line.is_installed and of_all[call[:3]] > own[call[:3]]\n",
         "        is_of_rows = False\n",
         "tests/preflight/recording/test_read_numbers.py::test_a_librarys_loop_over_rows_decides_each_row_by_itself",
@@ -573,6 +573,13 @@ PREFLIGHT = (
         "",
         "tests/preflight/differences/test_large_gradients.py::"
         "test_a_backward_that_clips_is_refused_though_no_gradient_is_large_yet[hook-a hook at large_gradients_ranks.py:]",
+    ),
+    fault(
+        "a hook of a part's batch that decides by its tokens, which nobody follows",
+        "preflight/tried_steps.py",
+        "            follow(batch)\n",
+        "",
+        f"{READ}_reads_whole_sequences[transferred]",
     ),
     fault(
         "a table whose keys are made of a part's tokens",
@@ -1165,7 +1172,7 @@ PREFLIGHT = (
     ),
     fault(
         "what NumPy and Python make of all tokens of a part, taken for numbers of each token",
-        "preflight/recording/numbers_read/read_numbers.py",
+        "preflight/recording/numbers_read/lines_of_parts.py",
         "(alike or handed_over) and read",
         "alike and read",
         f"{READ}_reads_whole_sequences[set]",
@@ -1207,7 +1214,7 @@ PREFLIGHT = (
     ),
     fault(
         "numbers that decide, not looked at in a batch whose part has positions beside it",
-        "preflight/recording/numbers_read/read_numbers.py",
+        "preflight/recording/numbers_read/lines_of_parts.py",
         "        if entry in whole.sizes and ",
         "        if whole.sizes.keys() == sharded.sizes.keys() and ",
         f"{READ}_reads_whole_sequences[hugging face]",

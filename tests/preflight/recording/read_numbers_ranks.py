@@ -195,6 +195,18 @@ class Deciding(Plain):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Transferred(Deciding):
+    """A step whose batch a hook has changed, if it holds many of some tokens, which none of the first does."""
+
+    def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
+        if (batch["input_ids"] > 20).sum() > 55:
+            batch["shift_labels"][:, -6:] = -100
+        return batch
+
+    def decides(self, ids: Tensor) -> Any:
+        return False
+
+
 class Rarely(TokenDataset):
     """The second batch alone has the rare token, and the last one, each once. For a model that counts positions by itself it holds none."""
 
@@ -224,7 +236,7 @@ def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str,
     accumulated = groups if degrees is None else 1
     options = {"max_steps": 2, "precision": "64-true", "accumulate_grad_batches": accumulated}
     trainer, error = quiet_trainer(world, strategy=strategy, **options), ""
-    module = Deciding(kind)
+    module = (Transferred if kind == "transferred" else Deciding)(kind)
     try:
         trainer.fit(module, DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS // groups))
     except SequenceParallelError as refusal:
@@ -240,7 +252,10 @@ def evaluated(kind: str, degrees: dict[str, Any] | None) -> dict[str, Any]:
     world = 1 if degrees is None else 2
     strategy = None if degrees is None else {"global_view": "auto", **degrees}
     trainer, error, predicted = quiet_trainer(world, strategy=strategy, precision="64-true"), "", []
-    module, loader = Deciding(kind), DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS)
+    module, loader = (
+        (Transferred if kind == "transferred" else Deciding)(kind),
+        DataLoader(Rarely(2 * ROWS, kind), batch_size=ROWS),
+    )
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         [numbers] = trainer.validate(module, loader, verbose=False)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_cut
-from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers, cuts_of_parts
+from lightning_sp.preflight.recording.numbers_read.lines_of_parts import cuts_of_parts
+from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers
 from tests.preflight.recording import part_cuts_ranks as ranks
 from tests.slow import slow
 

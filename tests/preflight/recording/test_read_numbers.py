@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from lightning_sp.preflight.recording.hidden_terms import Call
-from lightning_sp.preflight.recording.numbers_read.read_numbers import Line, Read, ReadNumbers, numbers_of_groups
+from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_groups
+from lightning_sp.preflight.recording.numbers_read.read_numbers import Read, ReadNumbers
 from tests.preflight.recording import read_numbers_ranks as ranks
 from tests.slow import slow
 
@@ -44,6 +45,7 @@ DECIDING = [
     "losses of tokens",
     "layer",
     "activation",
+    "transferred",
     "last of Python",
     "loop",
     "broken off",

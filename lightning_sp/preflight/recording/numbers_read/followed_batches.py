@@ -1,30 +1,44 @@
-"""What is made of the batch of a step that runs, as far as it is followed. Owns which steps run; what follows them is `read_numbers.py`."""
+"""The batches of steps that run, as far as it is followed what is made of them. Owns which steps run; what follows them is `read_numbers.py`."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from torch import Tensor
 
-_running: list[Container[Tensor]] = []
+
+class _Follows(Protocol):
+    def hand(self, batch: Any) -> None: ...
+
+    def follows(self, tensor: Tensor) -> bool: ...
+
+
+_running: list[_Follows] = []
 
 
 @contextmanager
-def following(made: Container[Tensor]) -> Iterator[None]:
-    """Follow a step's batch within; `made` holds what is made of it."""
-    _running.append(made)
+def following(step: _Follows) -> Iterator[None]:
+    """Have a step's batches followed within."""
+    _running.append(step)
     try:
         yield
     finally:
-        _running.remove(made)
+        _running.remove(step)
+
+
+def follow(batch: Any) -> None:
+    """Follow a batch from here on, which hooks of the user's have before the step."""
+    for each in _running:
+        each.hand(((batch,), {}))
 
 
 def follows_batches() -> bool:
-    """Return whether a step runs of which it is followed what is made of its batch."""
+    """Return whether a step runs whose batch is followed."""
     return bool(_running)
 
 
 def is_of_batch(tensor: Tensor) -> bool:
     """Return whether a tensor is made of the batch of a step that runs."""
-    return any(tensor in each for each in _running)
+    return any(each.follows(tensor) for each in _running)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
+from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line
 from lightning_sp.preflight.recording.numbers_read.read_numbers import (
     ARRAYS,
     COMPARISONS,
@@ -30,7 +31,6 @@ from lightning_sp.preflight.recording.numbers_read.read_numbers import (
     SIZES,
     STEPS,
     TRUTHS,
-    Line,
 )
 from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
     TIMES,

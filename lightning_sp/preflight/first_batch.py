@@ -41,7 +41,7 @@ from lightning_sp.preflight.lengths.untried_length import check_untried_length
 from lightning_sp.preflight.run import TrialFailedError, run_longer, run_preflight
 from lightning_sp.preflight.trial import Trial
 from lightning_sp.step.runner import StepRunner
-from lightning_sp.step.users_numbers.results import NO_NUMBERS, NumbersOfHooks
+from lightning_sp.step.users_numbers.results import NumbersOfHooks
 
 
 class TriedBatch(NamedTuple):
@@ -71,7 +71,7 @@ def try_first_batch(
     in_float32: Callable[[], AbstractContextManager[None]] | None = None,
     after: int = 0,
     may_retry: bool = False,
-    of_hooks: NumbersOfHooks = NO_NUMBERS,
+    of_hooks: NumbersOfHooks,
     seen_tokens: int | None = None,
     cut_is_untried: bool = False,
     with_numbers: bool = False,

@@ -53,7 +53,7 @@ from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import progress_read
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.step.users_numbers.results import NO_NUMBERS, NumbersOfHooks
+from lightning_sp.step.users_numbers.results import NumbersOfHooks
 
 
 class TrialFailedError(SequenceParallelError):
@@ -62,9 +62,9 @@ class TrialFailedError(SequenceParallelError):
 
 def run_preflight(
     trial: Trial,
-    monitored: Collection[str] | None = None,
-    read_padding: Callable[[], None] = lambda: None,
-    of_hooks: NumbersOfHooks = NO_NUMBERS,
+    monitored: Collection[str] | None,
+    read_padding: Callable[[], None],
+    of_hooks: NumbersOfHooks,
 ) -> Agreement | None:
     """Run a step whole and sharded, forward and backward, and compare. Every rank must call it with the same samples.
 
@@ -116,6 +116,7 @@ def run_preflight(
             with eager():
                 compare_training_numbers(trial, whole, sharded, monitored)
         compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(of_hooks), _as_later)
+        of_hooks.lines.update(read.alike.lines)
         _run_a_second_step(trial, sharded)
         _run_with_other_draws(trial, any(draws))
     return found

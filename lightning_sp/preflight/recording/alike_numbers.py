@@ -14,6 +14,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -27,7 +28,7 @@ from lightning_sp.preflight.recording.numbers_read.tracked_numbers import far_fr
 from lightning_sp.preflight.recording.users_lines import INSTALLED, ends_a_loop, only_notes
 
 _BELOW = {"lt", "le", "less", "less_equal"}
-_TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "__float__"}
+_TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "tolist", "numpy", "__array__", "__float__", "__int__"}
 
 
 class AlikeNumbers(TorchFunctionMode):
@@ -94,9 +95,9 @@ class AlikeNumbers(TorchFunctionMode):
 
 def _is_truth(output: Any) -> bool:
     """Return whether a function has compared one number, or read it for Python."""
-    return isinstance(output, (bool, float)) or (
-        type(output) is Tensor and output.dtype is torch.bool and output.numel() == 1
-    )
+    if isinstance(output, Tensor):
+        return output.dtype is torch.bool and output.numel() == 1
+    return isinstance(output, (bool, int, float, np.ndarray))
 
 
 def _may_be_loss(given: Any) -> bool:
@@ -106,7 +107,11 @@ def _may_be_loss(given: Any) -> bool:
 def _shown(name: str, number: Any, *, larger: bool) -> Any:
     if name in _TRUTHS or isinstance(number, bool):
         return larger
+    if name == "__int__":
+        return int(far_from_float(float(number), larger=larger))
+    if isinstance(number, np.ndarray) and number.dtype.kind == "f":
+        return far_from_float(number, larger=larger)
     if not isinstance(number, float):
         return number
     # What Python's `float` gets keeps no trace of where a number comes from.
-    return (tracked_number if name == "item" else far_from_float)(number, larger=larger)
+    return (far_from_float if name == "__float__" else tracked_number)(number, larger=larger)

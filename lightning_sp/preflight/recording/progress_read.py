@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -51,10 +52,15 @@ class ProgressRead(NamedTuple):
         return noting_results(noting_counters(run, trainer, self.counters), trainer, self.results)
 
     def without_reads(self, of_hooks: NumbersOfHooks) -> ProgressRead:
-        """Return what hooks have left alone: what the step reads and leaves the first trial has shown it as later."""
-        self.alike.lines.clear()
-        own = {(id(each.owner), each.name) for each in self.results[len(of_hooks.results) :]}
+        """Return what hooks have left, lists of the step's, which are longer by now, and lines that it has not come to before.
+
+        All else that the step reads and leaves the first trial has shown it as later.
+        """
+        self.alike.lines -= of_hooks.lines
+        steps = self.results[len(of_hooks.results) :]
+        own = {(id(each.owner), each.name) for each in steps}
         others = [each for each in of_hooks.results if (id(each.owner), each.name) not in own]
+        others += [each for each in steps if isinstance(each.owner, (list, deque))]
         return ProgressRead(set(), set(), [*of_hooks.counters], others, set(), set(), self.alike)
 
 

@@ -130,14 +130,15 @@ def only_notes(file: str, line: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _lines_that_note(file: str) -> frozenset[int]:
-    calls = (each for each in _nodes(file) if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call))
-    return _lines_of(each for each in calls if _only_notes(each.value))
+    nodes = [*_nodes(file)]
+    calls = (each for each in nodes if isinstance(each, ast.Expr) and isinstance(each.value, ast.Call))
+    decisions = (each for each in nodes if isinstance(each, (ast.Compare, ast.IfExp, ast.BoolOp)))
+    return _lines_of(each for each in calls if _is_note(each.value)) - _lines_of(decisions)
 
 
-def _only_notes(call: ast.expr) -> bool:
+def _is_note(call: ast.expr) -> bool:
     function = call.func if isinstance(call, ast.Call) else None
-    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
-    return name in _NOTES and not any(isinstance(each, (ast.Compare, ast.IfExp, ast.BoolOp)) for each in ast.walk(call))
+    return (function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)) in _NOTES
 
 
 def _multiplies(node: ast.AST) -> bool:

@@ -37,13 +37,12 @@ class NumbersOfHooks(NamedTuple):
     Args:
         counters: that have counted batches.
         results: that have changed since the fit began.
+        lines: of the step, which trials of the fit have shown other numbers; each adds its own.
     """
 
-    counters: Sequence[Counter] = ()
-    results: Sequence[Result] = ()
-
-
-NO_NUMBERS = NumbersOfHooks()
+    counters: Sequence[Counter]
+    results: Sequence[Result]
+    lines: set[str]
 
 
 def numbers_and_lists_of(owner: Any) -> dict[Any, Any]:

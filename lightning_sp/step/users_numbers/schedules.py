@@ -61,13 +61,14 @@ class Schedules:
         self._kinds: dict[tuple[int, Any], set[Any]] = {}  # of each number, flag and text
         self._changes, self._new = 0, 0
         self._first: dict[int, dict[Any, Any]] | None = None  # of each owner, before the first step
+        self._lines: set[str] = set()
 
     def start(self, trainer: Any) -> None:
         """Begin a fit."""
         self._owners = owners_of_numbers(trainer)
         self._batches, self._batch, self._last, self._before, self._since = 0, None, {}, {}, {}
         self._added, self._told, self._tasks, self._kinds, self._changes, self._new = {}, set(), {}, {}, 0, 0
-        self._first = None
+        self._first, self._lines = None, set()
 
     def have_changed(self, trainer: Any, batch: Any) -> bool:
         """Return whether one has before this training batch, and is to be told; once for a batch, which may be handed over twice."""
@@ -136,7 +137,7 @@ class Schedules:
 
     def take_numbers(self) -> NumbersOfHooks:
         """Return what the run has left of numbers so far: each of them once in a fit."""
-        return NumbersOfHooks(self._take_counters(), self._take_results())
+        return NumbersOfHooks(self._take_counters(), self._take_results(), self._lines)
 
     def _take_results(self) -> list[Result]:
         """Return the results that were others when this was first asked for, before the first step."""

@@ -18,7 +18,7 @@ class Deciding(Plain):
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_llama)
         self.kind, self.tensor, self.mean, self.losses = kind, torch.tensor(9.0), 1.0, list[float]()
-        self.norm, self.computed = 9.0, MeanMetric()
+        self.norm, self.computed, self.tensors = 9.0, MeanMetric(), list[Tensor]()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         targets = batch["shift_labels"].clone()
@@ -31,13 +31,15 @@ class Deciding(Plain):
         if self.kind == "own" and loss < 2:
             targets[:, :4] = -100
             return F.cross_entropy(self.logits(batch).flatten(0, 1), targets.flatten())
+        if self.kind == "tensors":
+            self.tensors.append(loss.detach())
         if self.kind == "attribute":
             self.known = float(loss)
         if self.kind == "tensor":
             self.tensor = loss.detach()
         if self.kind in ("list", "tokens"):
             self.losses.append(float(loss))
-        if self.kind in ("tokens", "weight", "hook", "computed"):
+        if self.kind in ("tokens", "weight", "hook", "computed", "tensors"):
             return loss
         self.mean = 0.9 * self.mean + 0.1 * float(loss)
         return loss / self.mean
@@ -53,6 +55,8 @@ class Deciding(Plain):
             return self.tensor
         if self.kind == "computed":
             return self.computed.compute() if self.global_step else 9
+        if self.kind == "tensors":
+            return torch.stack(self.tensors[-3:]).mean() if len(self.tensors) > 2 else 9
         if self.kind == "hook":
             return 1e4 * self.norm
         if self.kind == "weight":

@@ -56,7 +56,8 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
         assert [each > 1 for each in (*means, model.of_numpy, model.history[:2].mean())] == [larger] * 5
         computed = (math.exp(model.last), np.log(model.last), round(100 * model.last), 100 * model.last // 1)
         assert [each > 50 for each in computed] == [larger] * 4
-        assert (np.mean([0.5, 2.5]), math.exp(0.0), np.sqrt(4.0), int(model.first)) == (1.5, 1.0, 2.0, 6 * larger)
+        assert (np.mean([0.5, 2.5]), math.exp(0.0), np.sqrt(4.0), int(model.first)) == (1.5, 1.0, 2.0, 500 * larger)
+        assert [model.last > 0, model.last != 0, bool(model.last)] == [larger] * 3
         assert float(model.last * torch.ones(())) == 2.5
         assert float(torch.tensor(2 * model.first)) == 1.0
     assert (type(model.last), hasattr(model, "first"), model.state) == (float, False, {"mean": 0.75})
@@ -74,11 +75,13 @@ def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kin
         assert found["kept"] == (9.0, 1.0, False)
 
 
-def test_what_a_hook_leaves_is_tried_both_ways_before_the_fourth_step(pools):
-    for found in pools(2).run(ranks.fit, "hook"):
-        assert (
-            "after 3 optimizer steps with norm as if small, gives another result on shards than whole" in found["error"]
-        )
+@pytest.mark.parametrize(
+    ("kind", "when"), [("hook", "with norm"), ("tensors", "with norm, what other_results_ranks.py:")]
+)
+def test_what_a_hook_leaves_or_a_step_comes_to_later_is_tried_both_ways_before_the_fourth_step(pools, kind, when):
+    for found in pools(2).run(ranks.fit, kind):
+        assert f"after 3 optimizer steps {when}" in found["error"]
+        assert "as if small, gives another result on shards than whole" in found["error"]
         assert found["steps"] == 3
 
 

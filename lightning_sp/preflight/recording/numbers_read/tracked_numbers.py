@@ -48,14 +48,20 @@ _OF_NUMBERS = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "tanh")
 
 
 class Budget:
-    """How many comparisons are still forced: a loop that waits for one ends; a class because it counts."""
+    """How many comparisons are still forced: a loop that waits for one ends; a class because it counts.
 
-    def __init__(self, left: int, *, larger: bool) -> None:
-        self.left, self.larger = left, larger
+    Args:
+        left: so many.
+        larger: as if a number were large; else small.
+        counts: whether numbers count something: whether anything is there is not forced to no, and none is made very large.
+    """
+
+    def __init__(self, left: int, *, larger: bool, counts: bool = True) -> None:
+        self.left, self.larger, self.counts = left, larger, counts
 
     def decided(self, name: str, other: Any, own: Any) -> Any:
         """Return how a comparison comes out, by its name and what a number is compared with."""
-        if self.left <= 0 or (not self.larger and _asks_for_any(name, other)):
+        if self.left <= 0 or (self.counts and not self.larger and _asks_for_any(name, other)):
             return own
         self.left -= 1
         return (name in _ABOVE) == self.larger
@@ -79,7 +85,7 @@ def far_from(number: Any, *, larger: bool) -> Any:
 def far_from_float(number: Any, *, larger: bool) -> Any:
     """Return a number with a fraction, a loss or an activation, beyond what thresholds are likely to be, of the same sign; or an array."""
     far = np.maximum(abs(number), 1 / _FAR) * _FAR if larger else np.minimum(number * _FAR, number / _FAR)
-    return float(far) if isinstance(number, float) else far
+    return np.asarray(far, number.dtype) if isinstance(number, np.ndarray) else float(far)
 
 
 def made(kind: Any, value: Any, budget: Budget) -> Any:
@@ -90,8 +96,8 @@ def made(kind: Any, value: Any, budget: Budget) -> Any:
 
 
 def tracked_number(value: float, *, larger: bool) -> float:
-    """Return a number of Python's that is what it is, but for comparisons: as if it were large, or small."""
-    found: float = made(Float, value, Budget(_MOST, larger=larger))
+    """Return a result, a loss say, that is what it is, but for comparisons: as if it were large, or small."""
+    found: float = made(Float, value, Budget(_MOST, larger=larger, counts=False))
     return found
 
 
@@ -123,7 +129,10 @@ def _computed(name: str) -> Any:
 def _rounded(name: str) -> Any:
     def rounds(self: Any, *others: Any) -> Any:
         own = self.plain.__add__(self, 0)  # a plain one: `int(self)` would come here
-        number = self.plain(far_from(own, larger=True)) if self.budget.larger else own
+        if not self.budget.counts:
+            number = far_from_float(float(own), larger=self.budget.larger)
+        else:
+            number = self.plain(far_from(own, larger=True)) if self.budget.larger else own
         value = getattr(self.plain, f"__{name}__")(number, *others)
         # Python wants a plain one of `int(self)`.
         return value if name in ("int", "trunc") else tracked(value, self.budget)

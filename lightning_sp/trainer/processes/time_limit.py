@@ -88,14 +88,16 @@ class TimeLimit:
 
     def stop(self) -> None:
         """End with the run: what a script does after it is its own."""
-        if self._tells is None or self._stopped is None:
+        tells, stopped, thread = self._tells, self._stopped, self._thread
+        if tells is None or stopped is None:
             return
         self.deafen()
-        self._stopped.set()
-        self._tells.close()
-        if self._thread is not None:
-            self._thread.join(1.0)  # it has nothing left to do: a run leaves no thread behind
+        # Before it is closed: the handler of a signal that comes here, as torchrun's does behind another rank's error, begins the time.
         self._tells = self._stopped = self._thread = None
+        stopped.set()
+        tells.close()
+        if thread is not None:
+            thread.join(1.0)  # it has nothing left to do: a run leaves no thread behind
 
     def _wake_by_signals(self, number: int) -> None:
         """Let the interpreter write the number of each signal as it arrives, unless another loop has that (asyncio): it goes without."""

@@ -88,6 +88,13 @@ CHECKPOINTS = (
         f"{PREEMPTION}::test_a_signal_to_a_worker_of_a_process_is_the_workers_own",
     ),
     fault(
+        "a signal while a run ends, whose handler writes to what is closed",
+        "trainer/processes/time_limit.py",
+        "        self._tells = self._stopped = self._thread = None\n",
+        "",
+        f"{PREEMPTION}::test_a_signal_while_a_run_ends_is_no_error",
+    ),
+    fault(
         "a checkpoint of what training has changed since",
         "checkpoint/staged_folder.py",
         'value.detach().to("cpu", copy=True)',

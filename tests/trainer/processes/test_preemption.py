@@ -218,3 +218,17 @@ def test_a_run_leaves_no_thread():
     assert "lightning_sp time limit" in [each.name for each in threading.enumerate()]
     limit.stop()
     assert "lightning_sp time limit" not in [each.name for each in threading.enumerate()]
+
+
+def test_a_signal_while_a_run_ends_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    limit, join, told = TimeLimit(), threading.Thread.join, []
+
+    def joined(thread: threading.Thread, timeout: float | None = None) -> None:
+        limit.begin()  # as a signal's handler does
+        told.append(thread.name)
+        join(thread, timeout)
+
+    limit.start(Limit(within_s=60.0, code=1, at=lambda: "nowhere"), ())
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    limit.stop()
+    assert told == ["lightning_sp time limit"]

@@ -9,31 +9,39 @@ from threading import Thread
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as _c10d
 
+from lightning_sp.comm.connections import is_of_communication
 from lightning_sp.comm.groups import timeout_s
-from lightning_sp.errors import SequenceParallelError
+from lightning_sp.comm.meetings.failing_together import PeerError
+from lightning_sp.errors import SequenceParallelError, text_of, told_error
 
 # How long a rank that failed waits for the others' word: one that is stuck in a collective gives none before this rank ends.
 _PATIENCE_S = 5.0
 _numbers = itertools.count()
-_OURS, _OTHER, _FINE = "1", "2", "0"
+# In the order in which they are told.
+_OURS, _OTHER, _LOST, _FINE = "1", "2", "3", "0"
 
 
-def tell_failure(error: str | None, *, named: bool) -> str | None:
+def tell_failure(error: Exception | None) -> str | None:
     """Tell all ranks of a failure, or of none, and return what all of them are to raise: None for nothing. Every rank must call it.
 
     Args:
-        error: this rank's, None if none.
-        named: it is a refusal of ours, which says more than another rank's failure.
+        error: this rank's, None if none. A refusal of ours is told before another rank's failure, and last that another rank has failed.
 
     Communicates: one entry in the store for each rank, on the host. A rank that failed waits for at most 5 s for the others.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    said = _exchange(None if error is None else (_OURS if named else _OTHER) + error)
+    said = _exchange(None if error is None else _told(error))
     failures = sorted(each for each in said if each is not None and each[0] != _FINE)
     if not failures:
         return None
     return failures[0][1:]
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, SequenceParallelError):
+        return _OURS + text_of(error)
+    return (_LOST if isinstance(error, PeerError) or is_of_communication(error) else _OTHER) + told_error(error)
 
 
 def failures_of_all(error: str | None) -> list[str]:

@@ -132,7 +132,7 @@ class Trial:
                     ):
                         output = self.run_whole()
                         loss = _loss_of_whole(output)
-                except SequenceParallelError:
+                except (SequenceParallelError, comm.PeerError):
                     raise
                 except Exception as error:
                     if comm.is_of_communication(error):
@@ -289,6 +289,7 @@ class Trial:
                 isolated(self.module, self.device),
                 gathered(self.module, self.own.uneven_entries),
                 self.context.drawn_from(SEED),
+                failing_together(self.module),
                 traced(self.module, trace),
                 self.context.logits_made_at_once(),
                 self._as_the_whole(),
@@ -351,7 +352,7 @@ def alone(
     uneven: bool,
     seed: int = SEED,
 ) -> Iterator[None]:
-    """Let a whole batch run as on one device, without a trace.
+    """Let a whole batch run as on one device, without a trace; where it fails on one rank alone, the others do not wait for that one.
 
     Args:
         module: the sharded module.
@@ -370,6 +371,7 @@ def alone(
         with_whole_weights(module),
         streams_from(seed, device),
         metrics_begin_anew(module),
+        failing_together(module),
     ):
         yield
 
@@ -380,14 +382,13 @@ def together() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        named = isinstance(error, SequenceParallelError)
-        told = comm.tell_failure(text_of(error) if named else told_error(error), named=named)
+        told = comm.tell_failure(error)
         if told is None or told in (text_of(error), told_error(error)):
             raise
         if comm.is_of_communication(error) and comm.is_of_communication(RuntimeError(told)):
             raise  # each rank lost another in its own words
         raise SequenceParallelError(told) from error
-    told = comm.tell_failure(None, named=False)
+    told = comm.tell_failure(None)
     if told is not None:
         raise SequenceParallelError(told)
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelError
 from lightning_sp.testing import max_error
+from tests.instruments.told import told
 from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 MARK = 7
@@ -32,7 +34,7 @@ class Checked(torch.autograd.Function):
 
 
 class Marked(Plain):
-    """Fails on tokens without a mark: in the middle of a forward, when its loss is made, or in the backward."""
+    """Fails on tokens without a mark: in the middle of a forward, when its loss is made, or in the backward; or on rank 1, whole."""
 
     def __init__(self, place: str) -> None:
         super().__init__(lambda: tiny_llama(num_layers=2))
@@ -54,6 +56,8 @@ class Marked(Plain):
         return Checked.apply(output, bool((self.ids == MARK).any())) if place == self.place else output
 
     def _check(self, place: str) -> None:
+        if (place, self.place) == ("step", "whole run") and self.ids.shape[1] == 32 and dist.get_rank() == 1:
+            raise ZeroDivisionError("rank 1 alone")  # told before others, though behind them in the alphabet
         if place == self.place and not bool((self.ids == MARK).any()):
             raise ArithmeticError("no mark among these tokens")
 
@@ -69,6 +73,7 @@ class Marked(Plain):
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         self.ids = batch["input_ids"]
+        self._check("step")
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
         self._check("loss")
         self.log("loss", loss)
@@ -109,11 +114,19 @@ def refusal(world: int, place: str, strategy: dict[str, Any]) -> str:
     return ""
 
 
-def validated(world: int, strategy: dict[str, Any] | None = None) -> float:
+def validated(world: int, strategy: dict[str, Any] | None = None, place: str = "loss") -> float:
     """Return the loss of a validation without training."""
     torch.manual_seed(3)
     trainer = quiet_trainer(world, strategy=strategy)
-    return float(trainer.validate(Marked("loss"), DataLoader(rows(), batch_size=4), verbose=False)[0]["loss"])
+    known = [{name: value for name, value in row.items() if name != "heads"} for row in rows()]
+    return float(trainer.validate(Marked(place), DataLoader(known, batch_size=4), verbose=False)[0]["loss"])
+
+
+def said_and_validated(strategy: dict[str, Any]) -> tuple[list[str], float]:
+    """Return what rank 0 says of a validation that rank 1 fails in whole, and its loss."""
+    with told() as lines:
+        loss = validated(2, strategy, "whole run")
+    return [line for line in lines if line.startswith("preflight: ")], loss
 
 
 def refusal_of_part(place: str) -> str:

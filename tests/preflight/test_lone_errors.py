@@ -51,3 +51,18 @@ def test_on_parts_alone_all_ranks_refuse_it_in_the_words_of_the_one_that_failed(
     told = pools(2).run(ranks.refusal, 2, place, {"ring_size": 2})
     assert "fails on shards: ArithmeticError: no mark among these tokens; " in told[0]
     assert told[0] == told[1]
+
+
+def test_what_one_rank_fails_in_whole_is_told_by_all(pools: Any):
+    told = pools(2).run(ranks.refusal, 2, "whole run", {"ring_size": 2})
+    assert "training_step fails on a crop of 4 x 32 tokens: ZeroDivisionError: rank 1 alone; " in told[0]
+    assert told[0] == told[1]
+
+
+def test_an_evaluation_that_one_rank_fails_in_whole_is_told_in_its_words(pools: Any):
+    expected = pools(1).run(ranks.validated, 1)[0]
+    (said, loss), (_, other) = pools(2).run(ranks.said_and_validated, {"ring_size": 2})
+    assert said[0].endswith(
+        "validation_step was not compared with one device: SequenceParallelError: ZeroDivisionError: rank 1 alone"
+    )
+    assert [loss, other] == pytest.approx([expected] * 2, 1e-6)

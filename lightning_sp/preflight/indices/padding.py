@@ -89,7 +89,7 @@ def _run_named(batch: Any, crop: Crop, options: ShardOptions, runner: StepRunner
     try:
         _run(batch, crop, options, runner, run)
     except Exception as error:
-        if comm.is_of_communication(error) or batch is crop.batch:
+        if isinstance(error, comm.PeerError) or comm.is_of_communication(error) or batch is crop.batch:
             raise
         raise SequenceParallelError(why.format(told_error(error).replace("{", "(").replace("}", ")"))) from error
 

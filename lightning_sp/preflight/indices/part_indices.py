@@ -81,11 +81,12 @@ def _places(crop: Crop, options: ShardOptions, size: int) -> list[str]:
 def _run(crop: Crop, rank: int, options: ShardOptions, runner: StepRunner, run: RunStep) -> list[str]:
     """Return which indices are beyond a rank's part."""
     part = part_run(crop, options, runner.context.mesh, rank, runner.device)
+    indices = CheckedIndices(goes_on=True)
     with (
-        alone(runner.module, runner.context, part.info, device=runner.device, uneven=crop.uneven_entries),
-        CheckedIndices(goes_on=True) as indices,
         # A model that compares the places for images in its text with all images takes no part by itself.
         suppress(Exception),
+        alone(runner.module, runner.context, part.info, device=runner.device, uneven=crop.uneven_entries),
+        indices,
     ):
         run_forward(runner.module, partial(run, part.batch, part.info))
     found: list[str] = indices.found

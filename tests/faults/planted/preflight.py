@@ -999,6 +999,20 @@ PREFLIGHT = (
         "tests/preflight/test_lone_errors.py::test_an_index_beyond_a_part_is_found_before_any_rank_fails",
     ),
     fault(
+        "a whole run that one rank fails in by itself, without a word to those that wait for it",
+        "preflight/trial.py",
+        "        metrics_begin_anew(module),\n        failing_together(module),\n",
+        "        metrics_begin_anew(module),\n",
+        "tests/preflight/test_lone_errors.py::test_what_one_rank_fails_in_whole_is_told_by_all",
+    ),
+    fault(
+        "a failure of one rank told in the words of another that lost it",
+        "comm/failure.py",
+        "    return (_LOST if isinstance(error, PeerError) or is_of_communication(error) else _OTHER) + told_error(error)\n",
+        "    return _OTHER + told_error(error)\n",
+        "tests/preflight/test_lone_errors.py::test_an_evaluation_that_one_rank_fails_in_whole_is_told_in_its_words",
+    ),
+    fault(
         "a trial that one rank fails in by itself, without a word to those that wait for it",
         "comm/meetings/failing_together.py",
         "        meetings.fail()\n",

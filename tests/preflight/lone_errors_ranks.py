@@ -114,18 +114,18 @@ def refusal(world: int, place: str, strategy: dict[str, Any]) -> str:
     return ""
 
 
-def validated(world: int, strategy: dict[str, Any] | None = None, place: str = "loss") -> float:
+def validated(world: int, strategy: dict[str, Any] | None = None, place: str = "loss", size: int = 4) -> float:
     """Return the loss of a validation without training."""
     torch.manual_seed(3)
     trainer = quiet_trainer(world, strategy=strategy)
     known = [{name: value for name, value in row.items() if name != "heads"} for row in rows()]
-    return float(trainer.validate(Marked(place), DataLoader(known, batch_size=4), verbose=False)[0]["loss"])
+    return float(trainer.validate(Marked(place), DataLoader(known, batch_size=size), verbose=False)[0]["loss"])
 
 
 def said_and_validated(strategy: dict[str, Any]) -> tuple[list[str], float]:
     """Return what rank 0 says of a validation that rank 1 fails in whole, and its loss."""
     with told() as lines:
-        loss = validated(2, strategy, "whole run")
+        loss = validated(2, strategy, "whole run", 1)
     return [line for line in lines if line.startswith("preflight: ")], loss
 
 

@@ -60,9 +60,10 @@ def test_what_one_rank_fails_in_whole_is_told_by_all(pools: Any):
 
 
 def test_an_evaluation_that_one_rank_fails_in_whole_is_told_in_its_words(pools: Any):
-    expected = pools(1).run(ranks.validated, 1)[0]
+    expected = pools(1).run(ranks.validated, 1, None, "loss", 1)[0]
     (said, loss), (_, other) = pools(2).run(ranks.said_and_validated, {"ring_size": 2})
     assert said[0].endswith(
         "validation_step was not compared with one device: SequenceParallelError: ZeroDivisionError: rank 1 alone"
     )
     assert [loss, other] == pytest.approx([expected] * 2, 1e-6)
+    assert len(said) == 6  # of 12 batches the first four, the 6th and the 9th

@@ -50,7 +50,7 @@ from lightning_sp.step.results.output_structure import Kinds
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.step.users_numbers.schedules import MOST_TASKS, structure_of, tasks_of
 
-# Of the evaluations in a fit so many are each compared.
+# Of the evaluations in a fit so many are each compared, and of batches that cannot be so many are each tried.
 _EACH = 4
 InFloat32 = Callable[[], AbstractContextManager[None]]
 
@@ -231,6 +231,8 @@ class FirstEvaluationBatches:
         self._first: FirstOfLoader | None = None
         self._keeping: set[str] = set()
         self._begun: Counter[tuple[str, int]] = Counter()
+        self._failed: Counter[tuple[str, int]] = Counter()
+        self._waits: Counter[tuple[str, int]] = Counter()  # of a loader: batches until another is tried
         self._kinds: defaultdict[tuple[str, str], set[Any]] = defaultdict(set)
         self.output_kinds = OutputKinds()
         self.current: FirstOfLoader | None = None  # the batch in progress
@@ -240,7 +242,7 @@ class FirstEvaluationBatches:
         self._due = self._config.preflight and sharded
         self._compared, self._padded, self._first = set(), set(), None
         self._keeping = set()
-        self._begun = Counter()
+        self._begun, self._failed, self._waits = Counter(), Counter(), Counter()
         self._kinds.clear()
         self.output_kinds, self.current = OutputKinds(), None
 
@@ -283,7 +285,11 @@ class FirstEvaluationBatches:
                 self._compared.discard(loader)
         if info.is_changed:
             self._compared.discard(loader)
-        if self._due and (loader not in self._compared or (info.is_padded and loader not in self._padded)):
+        is_first_padded = info.is_padded and loader not in self._padded
+        if self._waits[loader] and not (begins or info.is_changed or is_first_padded):
+            self._waits[loader] -= 1
+            return
+        if self._due and (loader not in self._compared or is_first_padded):
             self._compared.add(loader)
             if info.is_padded:
                 self._padded.add(loader)
@@ -299,6 +305,12 @@ class FirstEvaluationBatches:
         assert self._first is not None
         first, self._first = self._first, None
         return first
+
+    def _try_a_later_one(self, loader: tuple[str, int]) -> None:
+        """Note that a batch was not compared. Behind the first four that were not, ever fewer are tried: most will not be, either."""
+        self._compared.discard(loader)
+        self._failed[loader] += 1
+        self._waits[loader] = 0 if (more := self._failed[loader] - _EACH) < 0 else 2**more
 
     def compare(
         self,
@@ -345,7 +357,7 @@ class FirstEvaluationBatches:
                 )
         except NotComparedError as error:
             if not (error.of_numbers or error.undecided):
-                self._compared.discard(first.loader)
+                self._try_a_later_one(first.loader)
             if error.keeps:
                 self._keeping.add(name)
             raise

@@ -1006,6 +1006,13 @@ PREFLIGHT = (
         "tests/preflight/test_lone_errors.py::test_what_one_rank_fails_in_whole_is_told_by_all",
     ),
     fault(
+        "each batch of an evaluation tried that cannot be compared",
+        "preflight/evaluation/first_evaluation.py",
+        "            self._waits[loader] -= 1\n            return\n",
+        "            self._waits[loader] -= 1\n",
+        "tests/preflight/test_lone_errors.py::test_an_evaluation_that_one_rank_fails_in_whole_is_told_in_its_words",
+    ),
+    fault(
         "a failure of one rank told in the words of another that lost it",
         "comm/failure.py",
         "    return (_LOST if isinstance(error, PeerError) or is_of_communication(error) else _OTHER) + told_error(error)\n",

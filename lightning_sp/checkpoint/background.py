@@ -25,6 +25,8 @@ from lightning_sp.errors import SequenceParallelError, told_error
 _WRITES_S, _OTHERS_S = 300.0, 60.0
 # Where another rank is gone: if it could, it has written before it went. A launcher kills this rank soon, and the error is to be said first.
 _LOST_WRITES_S, _LOST_OTHERS_S = 3.0, 1.5
+# Why one is not complete that no rank has said a word of.
+_LATE = "it takes too long"
 
 
 class _Pending:
@@ -141,7 +143,8 @@ class BackgroundSaves:
         for each in pending:
             each.has_written.wait(writes_s)
             each.thread.join(others_s)
-        for words in (_not_done(pending), _failures(pending)):
+        late = "another rank, which has a part of it, is gone" if is_lost else _LATE
+        for words in (_not_done(pending), _failures(pending, late)):
             if words:
                 sys.stderr.write(f"sequence_parallel: {words}\n")
                 sys.stderr.flush()
@@ -156,10 +159,10 @@ def _not_done(pending: Sequence[_Pending]) -> str | None:
     return "; ".join(found) or None
 
 
-def _failures(pending: Sequence[_Pending]) -> str | None:
+def _failures(pending: Sequence[_Pending], late: str = _LATE) -> str | None:
     found = [
         f"checkpoint {each.path}, written while training went on, could not be written: "
-        f"{'it takes too long' if each.words is None else each.words}; the one before stays"
+        f"{late if each.words is None else each.words}; the one before stays"
         for each in pending
         if each.words != ""
     ]

@@ -131,6 +131,13 @@ CHECKPOINTS = (
         "tests/checkpoint/folders/test_addresses.py::test_an_error_of_the_store_after_the_switch_leaves_the_newer_one",
     ),
     fault(
+        "a checkpoint that lacks a lost rank's part, told as one that takes too long",
+        "checkpoint/background.py",
+        '        late = "another rank, which has a part of it, is gone" if is_lost else _LATE\n',
+        "        late = _LATE\n",
+        f"{BACKGROUND}::test_a_rank_that_has_lost_another_does_not_wait_long_for_its_part",
+    ),
+    fault(
         "an error of a checkpoint that nobody hears of",
         "checkpoint/background.py",
         "        if pending:\n            comm.agree(_failures(pending), group)\n",

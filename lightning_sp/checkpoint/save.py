@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import uuid
@@ -46,6 +47,12 @@ from lightning_sp.checkpoint.folders.writing import begin_file, begin_folder, en
 from lightning_sp.checkpoint.staged_folder import StagedFolder
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.weights.single_numbers import SINGLE_NUMBERS, in_own_shape, is_single_number
+
+# Where nothing can be written, whatever room there is.
+_OF_PLACE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR)
+_ELSEWHERE = (
+    "; give a folder that every rank can write to: ModelCheckpoint(dirpath=...), or Trainer(default_root_dir=...)"
+)
 
 
 def save_checkpoint(
@@ -315,7 +322,9 @@ def _let_writer(is_writer: bool, act: Callable[[], None], path: Path | str, grou
         except SequenceParallelError as refusal:
             error = str(refusal)
         except Exception as failure:  # of a user's plugin any; the others would wait
-            error = f"checkpoint {path} could not be written: {type(failure).__name__}: {failure}"
+            is_of_place = isinstance(failure, OSError) and failure.errno in _OF_PLACE
+            elsewhere = _ELSEWHERE if is_of_place else ""
+            error = f"checkpoint {path} could not be written: {type(failure).__name__}: {failure}{elsewhere}"
     comm.agree(error, group)
 
 

@@ -40,7 +40,7 @@ def test_hyperparameters_are_plain_and_load_with_weights_only(pools: Any, folder
         ("strange", "['value'] is tests.checkpoint.checkpoint_ranks.Colour; return numbers, strings, tensors"),
         ("storage", "storage_options={'a': 1} are not supported"),
         ("foreign", "a folder of that name is there and is no checkpoint; it is not overwritten"),
-        ("below a file", "could not be written"),
+        ("below a file", "; give a folder that every rank can write to: ModelCheckpoint(dirpath=...)"),
     ],
 )
 def test_what_cannot_be_saved_is_refused(pools: Any, folder: Path, what: str, message: str) -> None:

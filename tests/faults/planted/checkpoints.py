@@ -138,6 +138,14 @@ CHECKPOINTS = (
         f"{BACKGROUND}::test_a_rank_that_has_lost_another_does_not_wait_long_for_its_part",
     ),
     fault(
+        "a folder that cannot be written to, refused without a remedy",
+        "checkpoint/save.py",
+        '            elsewhere = _ELSEWHERE if is_of_place else ""\n',
+        '            elsewhere = ""\n',
+        "tests/checkpoint/test_save.py::test_what_cannot_be_saved_is_refused"
+        "[below a file-; give a folder that every rank can write to: ModelCheckpoint(dirpath=...)]",
+    ),
+    fault(
         "an error of a checkpoint that nobody hears of",
         "checkpoint/background.py",
         "        if pending:\n            comm.agree(_failures(pending), group)\n",

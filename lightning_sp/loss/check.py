@@ -8,6 +8,7 @@ Ranks of other data-parallel groups may have other losses: FSDP averages their g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -193,11 +194,13 @@ def _judge(compared: _Comparison, mesh: SequenceMesh, group: ProcessGroup | None
             "part of a weight, which a step finds that reads a gathered one: an output head's between its forward and its backward, any with "
             "reshard_after_forward=False. Compute a penalty of weights before the model is called, or use the optimizer's weight_decay"
         )
+    finite = [math.isfinite(values[_LOSS]) for values in every]
+    lone = ". Some ranks' alone is finite: Trainer(detect_anomaly=True) names the operation whose gradient is not"
     raise LossDiffersError(
         f"training_step's loss differs between ranks that share a sequence: {_grouped(every, _LOSS, mesh)}; a part of it was computed from "
         f"this rank's tokens alone (an auxiliary term, an MSE, a pooled head; {compared.num_losses} cross entropies were seen). Two lines "
         "make it exact: from lightning_sp.reductions import batch_mean; loss = batch_mean(F.mse_loss(output, target, reduction='none'), mask), "
-        f"the mean over all ranks' tokens. For a pooled head: {POOLED}"
+        f"the mean over all ranks' tokens. For a pooled head: {POOLED}{lone if any(finite) and not all(finite) else ''}"
     )
 
 

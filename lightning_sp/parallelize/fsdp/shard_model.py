@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -190,6 +191,8 @@ def shard_model(
         own_outputs(unit)
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward is not False, **given)
     fully_shard(root, **given)
+    # Each trial and each checkpoint has Python forget what it has said. The user's own filters come first.
+    warnings.filterwarnings("once", "FSDP2-wrapped module", UserWarning, append=True)
     show_without_dim(root, single_numbers)
     for model in set(models) & set(units):
         gather_for_parts(model, units)

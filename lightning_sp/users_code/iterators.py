@@ -12,15 +12,19 @@ import itertools
 from collections.abc import Iterator
 from functools import partial
 from itertools import tee
-from types import GeneratorType, MethodType, MethodWrapperType
+from types import BuiltinMethodType, GeneratorType, MethodType, MethodWrapperType
 from typing import Any
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from lightning_sp.users_code.generators import KeptGenerator, TriedGenerator
 
 _ITERATORS: tuple[type, ...] = (
     *(itertools.count, itertools.cycle, itertools.chain, itertools.repeat, itertools.islice, type(tee(())[0])),
     *(
         GeneratorType,
+        KeptGenerator,
+        TriedGenerator,
         type(iter([])),
         type(iter(())),
         type(iter(range(0))),
@@ -32,7 +36,8 @@ _ITERATORS: tuple[type, ...] = (
         _BaseDataLoaderIter,
     ),
 )
-_NEXT, _METHODS = "__next__", (MethodWrapperType, MethodType)
+# How one is asked for more, by the methods of an iterator that may be kept by themselves: `self.add = average.send`.
+_ASKED, _METHODS = ("__next__", "send"), (MethodWrapperType, MethodType, BuiltinMethodType)
 # A value of the user's, what a block has in its place, and what is there behind the block.
 Copies = dict[int, tuple[Any, Any, Any]]
 
@@ -61,7 +66,7 @@ def takes_from_iterators(value: Any) -> bool:
     if isinstance(value, partial):
         return type(value) is partial and any(map(takes_from_iterators, (value.func, *value.args)))
     if isinstance(value, _METHODS):
-        return getattr(value, "__name__", "") == _NEXT and takes_from_iterators(value.__self__)
+        return getattr(value, "__name__", "") in _ASKED and takes_from_iterators(value.__self__)
     return isinstance(value, Count) or (isinstance(value, _ITERATORS) and isinstance(value, Iterator))
 
 
@@ -87,7 +92,12 @@ def _both(value: Any, copies: Copies) -> tuple[Any, ...]:
         return tuple(partial(functions[i], *(each[i] for each in args), **value.keywords) for i in (0, 1))
     if isinstance(value, _METHODS):
         first, kept = exchanged(value.__self__, copies)
-        return getattr(first, _NEXT), getattr(kept, _NEXT)
+        return getattr(first, value.__name__), getattr(kept, value.__name__)
+    if isinstance(value, TriedGenerator):  # a block within a block
+        return value.copy(), value
+    if isinstance(value, (GeneratorType, KeptGenerator)):
+        kept = value if isinstance(value, KeptGenerator) else KeptGenerator(value)
+        return TriedGenerator(kept), kept
     known = value if isinstance(value, Count) else known_count(value)
     return tee(value) if known is None else (known.copy(), known.copy())
 

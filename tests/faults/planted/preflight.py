@@ -482,6 +482,13 @@ PREFLIGHT = (
         "tests/step/isolation/test_isolation.py::test_what_a_step_takes_from_iterators_is_there_again",
     ),
     fault(
+        "a generator's own methods, which no iterator in its place has",
+        "users_code/iterators.py",
+        "    if isinstance(value, (GeneratorType, KeptGenerator)):\n",
+        "    if False:\n",
+        "tests/step/isolation/test_isolation.py::test_a_generator_that_a_step_sends_to_is_refused_in_trials_and_goes_on_behind_them",
+    ),
+    fault(
         "what a function is given beforehand, in which trials count",
         "step/isolation/snapshot.py",
         "        children = [*value.args, *value.keywords.values()]\n",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, cycle
@@ -322,6 +322,32 @@ def test_what_a_step_takes_from_iterators_is_there_again():
     assert found[0] == found[1] == found[2] == module.step() == (10, 11, 1, 1, 1, 3, 0.5, 1, 6)
     assert module.step() == (12, 13, 2, 2, 2, 4, 1.0, 2, 7)
     assert (module.places[1], module.table) == ("b", {1: 2})
+
+
+def average() -> Generator[float, float, None]:
+    sums = [0.0, 0.0]
+    while True:
+        given = yield sums[0] / max(sums[1], 1)
+        sums = [sums[0] + given, sums[1] + 1]
+
+
+def test_a_generator_that_a_step_sends_to_is_refused_in_trials_and_goes_on_behind_them():
+    module = nn.Module()
+    module.average, module.idle = average(), rising()
+    module.add = module.average.send
+    next(module.average)
+    for _ in range(2):
+        with isolated(module, torch.device("cpu")), isolated(module, torch.device("cpu")):
+            assert next(module.idle) == 1
+            with pytest.raises(RuntimeError, match=r"the step calls send\(\) of a generator that is kept"):
+                module.add(2.0)
+    assert (module.average.send(2.0), module.add(4.0), next(module.idle)) == (2.0, 3.0, 1)
+    with isolated(module, torch.device("cpu")):
+        module.idle.close()
+        assert list(module.idle) == []
+    assert next(module.idle) == 2
+    module.idle.close()
+    assert list(module.idle) == []
 
 
 def test_what_a_step_does_to_its_run_is_put_back():

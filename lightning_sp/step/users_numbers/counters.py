@@ -13,10 +13,11 @@ import dis
 import sys
 from argparse import Namespace
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from queue import Queue
 from types import CellType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -120,8 +121,8 @@ def numbers_of(owner: Any, *, on_device: bool = False) -> dict[Any, Any]:
         places = enumerate(owner) if len(owner) <= _MOST_PLACES else ()
         # An empty one is taken for one of numbers; it may hold tensors later.
         return {_LENGTH: len(owner), **{place: each for place, each in places if type(each) in NUMBERS}}
-    if isinstance(owner, dict) and len(owner) > _MOST_ENTRIES:
-        return {}
+    if isinstance(owner, Queue) or (isinstance(owner, dict) and len(owner) > _MOST_ENTRIES):
+        return {}  # what a queue counts is what `join` waits for
     found = {}
     # Each batch does this for each module of the user's: what is plain needs no further question.
     for name, value in _all_named(owner).items():
@@ -152,6 +153,11 @@ def _plain(value: Any, on_device: bool) -> Any:
     return NotImplemented
 
 
+def room_in_queues(owners: Iterable[Any]) -> dict[int, int]:
+    """Return how much the list or deque of a queue may hold, by its id: where more is in it, `put` waits for ever."""
+    return {id(each.queue): each.maxsize for each in owners if isinstance(each, Queue) and each.maxsize > 0}
+
+
 def noting_counters(run: Callable[[], Any], trainer: Any, found: list[Counter]) -> Callable[[], Any]:
     """Return a step that notes which numbers it counts up: it is run on one batch.
 
@@ -161,10 +167,13 @@ def noting_counters(run: Callable[[], Any], trainer: Any, found: list[Counter]) 
         found: takes them.
     """
 
+    room: dict[int, int] = {}
+
     def note(owner: Any, before: dict[Any, Any], now: dict[Any, Any]) -> None:
+        room.update(room_in_queues([owner]))
         for name, value in now.items():
             if name in before and added(before[name], value):
-                found.append(Counter(owner, name, value - before[name]))
+                found.append(Counter(owner, name, value - before[name], room.get(id(owner))))
 
     return noting_numbers(run, trainer, partial(numbers_of, on_device=True), note)
 

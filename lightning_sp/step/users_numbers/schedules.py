@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lightning_sp.batch_structure import entries_of
-from lightning_sp.step.users_numbers.counters import Counter, added, numbers_of, owners_of_numbers, shown_as
+from lightning_sp.step.users_numbers.counters import (
+    Counter,
+    added,
+    numbers_of,
+    owners_of_numbers,
+    room_in_queues,
+    shown_as,
+)
 from lightning_sp.step.users_numbers.results import NumbersOfHooks, Result, became_result, numbers_and_lists_of
 from lightning_sp.users_code.ownership import is_file_of_user
 
@@ -161,7 +168,10 @@ class Schedules:
             if times >= _STAYS and key[0] >= 0 and key not in self._told
         ]
         self._told.update(found)
-        return [Counter(self._owners[key[0]], key[1], self._added[key].of_batch) for key in found]
+        room, owners = room_in_queues(self._owners), self._owners
+        return [
+            Counter(owners[key[0]], key[1], self._added[key].of_batch, room.get(id(owners[key[0]]))) for key in found
+        ]
 
     def _note_added(self, key: tuple[int, Any], before: Any, value: Any) -> None:
         if added(before, value):

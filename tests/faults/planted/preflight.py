@@ -482,6 +482,27 @@ PREFLIGHT = (
         "tests/step/isolation/test_isolation.py::test_what_a_step_takes_from_iterators_is_there_again",
     ),
     fault(
+        "a bounded queue, shown with more than it may hold",
+        "step/users_numbers/counters.py",
+        "        room.update(room_in_queues([owner]))\n",
+        "",
+        "tests/step/users_numbers/test_counters.py::test_a_queue_is_shown_with_no_more_than_it_may_hold[Queue]",
+    ),
+    fault(
+        "a bounded queue, shown before a step with more than it may hold",
+        "step/users_numbers/schedules.py",
+        "        room, owners = room_in_queues(self._owners), self._owners\n",
+        "        room, owners = dict[int, int](), self._owners\n",
+        "tests/step/users_numbers/test_counters.py::test_a_queue_is_shown_with_no_more_than_it_may_hold[Queue]",
+    ),
+    fault(
+        "a queue's tasks, for which a join would wait for ever",
+        "step/users_numbers/counters.py",
+        "    if isinstance(owner, Queue) or (isinstance(owner, dict) and len(owner) > _MOST_ENTRIES):\n",
+        "    if isinstance(owner, dict) and len(owner) > _MOST_ENTRIES:\n",
+        "tests/step/users_numbers/test_counters.py::test_a_queue_is_shown_with_no_more_than_it_may_hold[Queue]",
+    ),
+    fault(
         "a generator's own methods, which no iterator in its place has",
         "users_code/iterators.py",
         "    if isinstance(value, (GeneratorType, KeptGenerator)):\n",

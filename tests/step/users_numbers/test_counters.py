@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from queue import LifoQueue, Queue
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters, reads_batch_index
+from lightning_sp.step.users_numbers.schedules import Schedules
 from lightning_sp.testing import assert_sharded_equals_unsharded
 from lightning_sp.users_code.iterators import Count
 from tests.slow import slow
@@ -133,6 +135,29 @@ def test_a_counter_is_not_shown_beyond_its_end():
     index = SimpleNamespace(batch_idx=0)
     with counted_on([Counter(index, "batch_idx", 1, 7)], 600, set()):
         assert index.batch_idx == 7
+
+
+def put(queue: Queue) -> None:
+    queue.put_nowait(0.5)
+
+
+@pytest.mark.parametrize("kind", [Queue, LifoQueue])
+def test_a_queue_is_shown_with_no_more_than_it_may_hold(kind):
+    model, found, schedules = Model(), [], Schedules()
+    model.queue = kind(maxsize=8)
+    trainer = SimpleNamespace(
+        lightning_module=model, callbacks=[], training=True, current_epoch=0, accumulate_grad_batches=1
+    )
+    put(model.queue)
+    noting_counters(partial(put, model.queue), trainer, found)()
+    schedules.start(trainer)
+    for _ in range(4):
+        put(model.queue)
+        schedules.have_changed(trainer, object())
+    for counters in (found, schedules.take_counters()):
+        with counted_on(counters, 100, set()):
+            assert (model.queue.qsize(), model.queue.unfinished_tasks) == (8, 6)
+        assert model.queue.qsize() == 6
 
 
 def test_whether_a_step_reads_its_index_is_seen_in_its_code():

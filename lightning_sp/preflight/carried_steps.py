@@ -6,7 +6,7 @@ run() refused on every rank's part      ->      the global view      ->      run
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -46,6 +46,7 @@ class CarriedSteps(BatchStarts, ABC):
         self._undo_hooks: Callable[[], None] | None = None
         self._is_handed = True  # whether hooks have had the batch in progress, and what they did stays
         self._inferred: dict[bool, dict[str, int]] = {}  # by the view
+        self._whole_entries: Set[str] = frozenset()
 
     @abstractmethod
     def _sharded(self, batch: Any) -> Any:
@@ -59,12 +60,14 @@ class CarriedSteps(BatchStarts, ABC):
         """Let steps see whole sequences, or this rank's part, from here on; `anew` of batches of which nothing was inferred yet."""
         if anew:
             self._inferred.clear()
+            self._whole_entries = frozenset()
         module, context = self._module, self._steps.context
         self._steps.end()
         self._interceptions.close()
         context.show(whole=whole)
         datamodule = getattr(module.trainer, "datamodule", None)
         known = shard_options(module, datamodule, self.config, self.root_device, global_view=whole)
+        known = replace(known, whole_entries=self._whole_entries)
         is_split = self.sequence_parallel_size > 1
         self._shard_options = replace(known, inferred_dims=self._inferred.get(whole, {}), is_split=is_split)
         self._interceptions.enter_context(interceptions(context, module, self.config))

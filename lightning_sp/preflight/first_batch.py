@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.config import StrategyConfig
 from lightning_sp.data.batch.contents.entries import (
+    STANDARD_NAMES,
     batch_entries,
     inferred_dims,
     is_no_structure,
@@ -51,6 +53,7 @@ class TriedBatch(NamedTuple):
         inferred: the entries that were split by their shapes alone, along which dim.
         has_targets: False where all of the batch's are ignored, so that nothing was compared.
         seen_tokens: of the longest whole batch whose step was run by shapes; None where no length can change what a step calls.
+        whole: the entries of other lengths, which a later sequence may have by chance.
         cuts_alike: whether it is of no matter where sequences are cut: pieces were compared that no group of neighbouring tokens fills.
     """
 
@@ -58,6 +61,7 @@ class TriedBatch(NamedTuple):
     has_targets: bool = True
     seen_tokens: int | None = None
     cuts_alike: bool = False
+    whole: Set[str] = frozenset()
 
 
 def try_first_batch(
@@ -99,7 +103,7 @@ def try_first_batch(
     if why := _why_not(batch, runner, options):
         if not after:
             rank_zero_info(f"preflight: skipped, for {why}")
-        return TriedBatch({}, cuts_alike=True)
+        return TriedBatch({}, cuts_alike=True, whole=options.whole_entries)
     inferred = _inferred(batch, options)
     shown = monitored if with_numbers or not after else None
     trial = partial(_compare, batch, runner, run, config, options, in_float32, shown)
@@ -114,7 +118,7 @@ def try_first_batch(
         raise
     if runner.context.mesh.layout.size > 1:
         _check_inferred(inferred, compared=found is not None and not math.isnan(found.difference))
-    return tried._replace(inferred=inferred)
+    return tried._replace(inferred=inferred, whole=_of_other_lengths(batch, options, inferred) | options.whole_entries)
 
 
 def _compare(
@@ -325,7 +329,16 @@ def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
     if not options.infer_sequences:
         return {}
     entries = batch_entries(batch, options)
-    return inferred_dims(entries, _named(entries, options))
+    return inferred_dims(entries, _named(entries, options), options.whole_entries)
+
+
+def _of_other_lengths(batch: Any, options: ShardOptions, inferred: Mapping[str, int]) -> set[str]:
+    """Return the entries of other names that are of another length than the batch's sequences."""
+    entries = batch_entries(batch, options)
+    dims = {**_named(entries, options), **inferred}
+    lengths = {entries[name].shape[dim] for name, dim in dims.items() if entries[name].dim() > dim} | {1}
+    others = {n: t for n, t in entries.items() if n not in STANDARD_NAMES and n not in dims and isinstance(t, Tensor)}
+    return {n for n, t in others.items() if t.dim() > 1 and t.shape[1] not in lengths}
 
 
 def _named(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, int]:

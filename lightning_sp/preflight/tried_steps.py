@@ -161,20 +161,22 @@ class TriedSteps(CarriedSteps, ABC):
                 return trial(after=after, may_retry=self._may_try, **told)
 
         try:
-            inferred, has_targets, seen_tokens, alike = self._carried(tried, tried_after=False)
+            found = self._carried(tried, tried_after=False)
         except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
-            inferred, has_targets, seen_tokens, alike = tried()
+            found = tried()
         if differed is not None and self.sees_whole_sequences == before:
             raise differed  # by a trial of the next batch it is not explained
         say_what_was_not_shown(then, are_shown=self._steps.operations_are_shown or self.sees_whole_sequences)
-        self._to_try.note_length(self._info.longest, seen_tokens)
-        self._to_try.note_cut(self._info, alike=alike or self.sees_whole_sequences)
-        if not has_targets:
+        self._to_try.note_length(self._info.longest, found.seen_tokens)
+        self._to_try.note_cut(self._info, alike=found.cuts_alike or self.sees_whole_sequences)
+        if not found.has_targets:
             within = self._next_step > self._module.trainer.global_step
             self._to_try.expect_next(self._next_step, after, within=within)
         if not after or self.sees_whole_sequences != before:
-            self._inferred[self.sees_whole_sequences] = inferred
-            self._shard_options = replace(self._shard_options, inferred_dims=inferred)
+            self._inferred[self.sees_whole_sequences] = found.inferred
+            self._shard_options = replace(self._shard_options, inferred_dims=found.inferred)
+        self._whole_entries = found.whole
+        self._shard_options = replace(self._shard_options, whole_entries=found.whole)
         if self.sees_whole_sequences and not before:
             self._warn_of_steps_before(after, differed)
         if not self._is_handed:

@@ -21,7 +21,7 @@ SUBSET = (
     "ema_in_validation", "qwen3_vl_images", "idefics_images",
     "kept_for_the_end", "accuracy_from_zero", "questions_and_passages",
     "ema_before_zero_grad", "rate_by_tokens", "antecedents", "internvl_few_words", "single_numbers",
-    "multiple_choice", "vilt_questions", "detr_boxes",
+    "multiple_choice", "vilt_questions", "detr_boxes", "as_many_tags_as_tokens",
 )  # fmt: skip
 # Where it takes two groups that read their own rows: two ranks of a sequence go on in the global view where a part is wrong. Of the others two
 # ranks show what a flow does.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -18,7 +18,8 @@ class ShardOptions:
     `none_declared` is whether the user says that no entry but those of known names is a sequence, by an empty `sequence_dims`; `unreachable`
     is why a model's attention cannot be reached, which then takes batches without a sequence alone; empty where it can.
     `infer_sequences` is whether entries of other names are taken for sequences by their shapes, to be tried by a preflight;
-    `inferred_dims` are those that were.
+    `inferred_dims` are those that were, and `whole_entries` those that were of another length than the sequence: they are no part of one that
+    is as long by chance.
     `decoder_inputs` makes a Hugging Face decoder's input, where the batch has none, of the entry `decoder_inputs_of`, whole;
     `decoder_hides` is the token that its padding mask then hides, None where it has no mask.
     `placeholders` are ids in whose place a model puts tokens of images, videos or sounds. `apart` is whether the sequences of an
@@ -34,6 +35,7 @@ class ShardOptions:
     unreachable: str = ""
     infer_sequences: bool = False
     inferred_dims: Mapping[str, int] = field(default_factory=dict)
+    whole_entries: Set[str] = frozenset()
     labels_shifted: bool | None = None
     model_shifts_labels: bool = False
     packed_documents: bool | None = None

@@ -53,6 +53,27 @@ DATA = (
         "tests/data/batch/test_digest.py::test_other_numbers_have_another_digest[rows of one sum in another order]",
     ),
     fault(
+        "an entry of another length, forgotten when a later batch is as long",
+        "preflight/tried_steps.py",
+        "        self._whole_entries = found.whole\n        self._shard_options = replace(self._shard_options, whole_entries=found.whole)\n",
+        "",
+        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[as_many_tags_as_tokens]",
+    ),
+    fault(
+        "an entry of another length, taken for a sequence where a later batch is tried anew",
+        "data/batch/contents/entries.py",
+        "    told = {*STANDARD_NAMES, *known, *whole}\n",
+        "    told = {*STANDARD_NAMES, *known}\n",
+        "tests/data/batch/contents/test_entries.py::test_an_entry_that_was_of_another_length_is_no_sequence_when_it_is_as_long",
+    ),
+    fault(
+        "an entry that was as long by chance in the first batch, cut in those that are not",
+        "data/batch/contents/entries.py",
+        "    return {n: d for n, d in inferred.items() if not lengths or entries[n].shape[d] in lengths}\n",
+        "    return dict(inferred)\n",
+        "tests/data/batch/contents/test_entries.py::test_an_entry_that_was_as_long_once_shows_its_whole[0]",
+    ),
+    fault(
         "a batch refused for names that nothing is split by",
         "preflight/carried_steps.py",
         "inferred_dims=self._inferred.get(whole, {}), is_split=is_split)",

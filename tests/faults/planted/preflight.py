@@ -146,7 +146,7 @@ PREFLIGHT = (
     fault(
         "a first batch without targets, behind which nothing is tried",
         "preflight/tried_steps.py",
-        "        if not has_targets:\n",
+        "        if not found.has_targets:\n",
         "        if False:\n",
         "tests/preflight/batches/test_late_targets.py::test_the_batch_after_one_without_targets_is_tried_before_its_step",
     ),

@@ -9,7 +9,7 @@ Names that begin with "decoder_" are the decoder's, Hugging Face's standard name
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -164,9 +164,18 @@ def named_dims(entries: Mapping[str, Any], options: ShardOptions) -> dict[str, i
             )
         dims[name] = dim % tensor.dim()  # -1 is the last one, as everywhere in torch
     if options.infer_sequences or (dims and not options.is_split):
-        return {**dims, **inferred_dims(entries, dims)}
+        return {**dims, **inferred_dims(entries, dims, options.whole_entries)}
     found = {n: d for n, d in options.inferred_dims.items() if isinstance(t := entries.get(n), Tensor) and t.dim() > d}
-    return {**found, **dims}
+    return {**(_of_one_length(entries, found, dims) if options.global_view else found), **dims}
+
+
+def _of_one_length(entries: Mapping[str, Any], inferred: Mapping[str, int], known: Mapping[str, int]) -> dict[str, int]:
+    """Return the inferred ones that are as long as the sequence: in the first batch others were by chance, and pass whole."""
+    if known:
+        lengths = {entries[name].shape[dim] for name, dim in known.items() if entries[name].dim() > dim}
+    else:
+        lengths = {tensor.shape[dim] for tensor, dim in _leading([entries[name] for name in inferred])[:1]}
+    return {n: d for n, d in inferred.items() if not lengths or entries[n].shape[d] in lengths}
 
 
 def _may_be_misspelt(dim: int, entries: Mapping[str, Any], options: ShardOptions) -> bool:
@@ -207,7 +216,7 @@ def inputs_of_whole_encoder(entries: Mapping[str, Any], options: ShardOptions) -
     return [*(n for n, t in media.items() if t.is_floating_point() or t.dim() > 2), *({_MASK} & names)]
 
 
-def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[str, int]:
+def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int], whole: Collection[str] = ()) -> dict[str, int]:
     """Return the dimension of the sequence in entries of other names, tuples' too: those of as many rows and tokens as the known ones.
 
     Where none is known, the sequence is that of the first integers of (rows, tokens); else of the first numbers of (rows, tokens, features),
@@ -219,10 +228,12 @@ def inferred_dims(entries: Mapping[str, Any], known: Mapping[str, int]) -> dict[
     Args:
         entries: of the batch.
         known: those of known and declared names.
+        whole: entries that are none.
     """
     if any(name.startswith(DECODER) for name in known):
         return {}
-    others = {n: t for n, t in entries.items() if n not in STANDARD_NAMES and n not in known and isinstance(t, Tensor)}
+    told = {*STANDARD_NAMES, *known, *whole}
+    others = {n: t for n, t in entries.items() if n not in told and isinstance(t, Tensor)}
     leading = [(entries[name], dim) for name, dim in known.items() if dim == 1 and entries[name].dim() > 1]
     if not known:
         leading = _leading([*others.values()])

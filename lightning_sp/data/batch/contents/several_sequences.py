@@ -11,7 +11,7 @@ decoder's. A step that sees whole sequences has any number of them, each with as
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,6 +77,7 @@ class BatchSequences:
         whole_inputs: what an encoder reads whole, see `inputs_of_whole_encoder`.
         beside: the others.
         pairs: entries of pairs of tokens, see `pairs_of_tokens`.
+        whole: entries that are known to be none, see `ShardOptions`.
     """
 
     own: Mapping[str, int]
@@ -85,6 +86,7 @@ class BatchSequences:
     whole_inputs: Sequence[str] = ()
     beside: Sequence[Beside] = ()
     pairs: Sequence[str] = ()
+    whole: Collection[str] = ()
 
     @property
     def dims(self) -> dict[str, int]:
@@ -94,7 +96,7 @@ class BatchSequences:
 
     def others(self, dims: Mapping[str, int]) -> list[str]:
         """Return the entries that are known beside those of one sequence."""
-        return [name for name in (*self.dims, *self.whole_inputs, *self.pairs) if name not in dims]
+        return [name for name in (*self.dims, *self.whole_inputs, *self.pairs, *self.whole) if name not in dims]
 
 
 def batch_sequences(entries: Mapping[str, Any], options: ShardOptions) -> BatchSequences:
@@ -118,7 +120,9 @@ def batch_sequences(entries: Mapping[str, Any], options: ShardOptions) -> BatchS
     if options.global_view and encoder:
         encoder |= _of_encoder(entries, dims, encoder)
     pairs = [name for name in pairs_of_tokens(entries, dims, options) if name not in whole_inputs]
-    return BatchSequences(own=own, named=named, encoder=encoder, whole_inputs=whole_inputs, pairs=pairs)
+    return BatchSequences(
+        own=own, named=named, encoder=encoder, whole_inputs=whole_inputs, pairs=pairs, whole=options.whole_entries
+    )
 
 
 def _of_encoder(entries: Mapping[str, Any], dims: Mapping[str, int], encoder: Mapping[str, int]) -> dict[str, int]:
@@ -193,9 +197,9 @@ def _beside_each_other(
     pairs = pairs_of_tokens(
         entries, {**dims, **{name: dim for each in found.values() for name, dim in each.items()}}, options
     )
-    rows, _ = extent(entries, own, [*of_found, *pairs])
+    rows, _ = extent(entries, own, [*of_found, *pairs, *options.whole_entries])
     beside = [_beside(entries, n, each, rows) for n, each in sequences.items()]
-    return BatchSequences(own=own, named=named, beside=beside, pairs=pairs)
+    return BatchSequences(own=own, named=named, beside=beside, pairs=pairs, whole=options.whole_entries)
 
 
 def _beside(entries: Mapping[str, Any], named: Named, dims: Mapping[str, int], rows: int) -> Beside:

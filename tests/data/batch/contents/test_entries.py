@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.data.batch.contents.entries import extent, named_dims, pairs_of_tokens, sequence_dims
+from lightning_sp.data.batch.contents.several_sequences import batch_sequences
 from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.data.batch.sharding import shard_batch
 from lightning_sp.errors import SequenceParallelError
@@ -111,6 +112,28 @@ def test_other_names_are_inferred_by_shape_where_a_preflight_tries_them(batch, f
     assert named_dims(batch, ShardOptions(infer_sequences=True)) == found
     known = {name: dim for name, dim in found.items() if name.endswith("input_ids")}
     assert named_dims(batch, ShardOptions()) == known
+
+
+def test_an_entry_that_was_of_another_length_is_no_sequence_when_it_is_as_long():
+    entries = {"input_ids": IDS, "classes": torch.ones(2, 6)}
+    unknown = batch_sequences(entries, ShardOptions())
+    with pytest.raises(SequenceParallelError, match="look like sequences of 6 tokens"):
+        extent(entries, unknown.own, unknown.others(unknown.own))
+    for options in (
+        ShardOptions(whole_entries={"classes"}),
+        ShardOptions(whole_entries={"classes"}, infer_sequences=True),
+    ):
+        batch = batch_sequences(entries, options)
+        assert batch.own == {"input_ids": 1}
+        assert extent(entries, batch.own, batch.others(batch.own)) == (2, 6)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "0"])
+def test_an_entry_that_was_as_long_once_shows_its_whole(name):
+    entries, inferred = {name: IDS, "classes": torch.ones(2, 5), "mask": IDS > 2}, {"0": 1, "classes": 1, "mask": 1}
+    found = named_dims(entries, ShardOptions(inferred_dims=inferred, global_view=True))
+    assert found == {name: 1, "mask": 1}
+    assert named_dims(entries, ShardOptions(inferred_dims=inferred)) == {name: 1, "classes": 1, "mask": 1}
 
 
 def test_a_dim_may_be_counted_from_the_end():

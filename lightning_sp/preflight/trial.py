@@ -134,7 +134,7 @@ class Trial:
                         loss = _loss_of_whole(output)
                 except (SequenceParallelError, comm.PeerError):
                     raise
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     if comm.is_of_communication(error):
                         raise  # another rank is late or has ended: nothing is known of the model
                     remedy = _OF_INDEX if isinstance(error, IndexError) else _OF_LENGTH

@@ -273,9 +273,11 @@ def _unlike(one: Outcome, other: Outcome) -> frozenset[str]:
 
 
 def _is_check(error: BaseException) -> bool:
-    """Return whether an error was raised by a line of Python that compares: neither by torch nor by NumPy, which cannot go on."""
+    """Return whether an error was raised by a line of Python that compares, or ends the process: neither by torch nor by NumPy."""
     while error.__cause__ is not None and isinstance(error, SequenceParallelError):
         error = error.__cause__
+    if isinstance(error, SystemExit):
+        return True
     if isinstance(error, SequenceParallelError) or error.__traceback__ is None:
         return False
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)

@@ -181,8 +181,9 @@ def judge_buffers(found: Mapping[str, Difference], crop: str, tolerance: float) 
     raise SequenceParallelError(
         f"preflight: training_step on {crop} leaves {len(wrong)} of {len(found)} buffers different on shards than whole (allowed: "
         f"{tolerance:.0e} of the change): {numbers}. They are updated from this rank's tokens alone (a running statistic, a router's balance, "
-        f"a count of tokens), and would differ between ranks; {remedy}average the update over all ranks before it is applied, or keep what "
-        "training does not read in a torchmetrics metric. preflight=False switches this check off"
+        f"a count of tokens), and would differ between ranks; {remedy}average the update over all ranks before it is applied, made of shares of "
+        "a rank's tokens (counts / tokens), for in a whole run a sum over ranks has every token once for each; or keep what training does not "
+        "read in a torchmetrics metric. preflight=False switches this check off"
     )
 
 

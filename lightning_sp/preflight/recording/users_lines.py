@@ -14,7 +14,22 @@ from functools import lru_cache
 INSTALLED = ("site-packages", "dist-packages")
 _BOUNDS = ("min", "max", "range")
 # What functions are called that note a number and decide nothing by it.
-_NOTES = {"append", "log", "log_dict", "print", "write", "debug", "info", "add_scalar", "set_postfix"}
+_NOTES = {
+    *(
+        "append",
+        "log",
+        "log_dict",
+        "log_metrics",
+        "print",
+        "write",
+        "debug",
+        "info",
+        "warning",
+        "add_scalar",
+        "add_scalars",
+    ),
+    *("set_postfix", "set_postfix_str", "set_description"),
+}
 
 
 def multiplies_by_zero(file: str, line: int) -> bool:

@@ -620,6 +620,22 @@ PREFLIGHT = (
         "[tensors-with norm, what other_results_ranks.py:]",
     ),
     fault(
+        "a checkpoint of a run that diverged in a trial alone",
+        "preflight/recording/unheard.py",
+        "    trainer.save_checkpoint = torch.save = _not_written\n",
+        "    trainer.save_checkpoint = trainer.save_checkpoint\n",
+        "tests/preflight/differences/test_other_results.py::"
+        "test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything",
+    ),
+    fault(
+        "a process that ends by a number that a trial alone has shown",
+        "preflight/trial.py",
+        "                except (Exception, SystemExit) as error:\n",
+        "                except Exception as error:\n",
+        "tests/preflight/differences/test_other_results.py::"
+        "test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything",
+    ),
+    fault(
         "a table whose keys are made of a part's tokens",
         "preflight/recording/attributes.py",
         '                yield f"contents({name})", keys\n',

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import torch
@@ -77,3 +80,29 @@ def fit(kind: str) -> dict[str, Any]:
         error = str(refusal)
     kept = (float(module.tensor), module.mean, "known" in vars(module))
     return {"error": error, "steps": trainer.global_step, "kept": kept, "type": type(module.mean) is float}
+
+
+class Guarded(Plain):
+    """Keeps what made its loss too large, and ends; it never is."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(tiny_llama)
+        self.folder = folder
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        if loss.item() > 50:
+            print("diverged")
+            torch.save(batch, f"{self.folder}/batch.pt")
+            self.trainer.save_checkpoint(f"{self.folder}/diverged.ckpt")
+            raise SystemExit(3)
+        return loss
+
+
+def guarded(folder: str) -> tuple[int, list[str], str]:
+    """Return after how many steps a fit has ended, which files it wrote, and what it printed."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(2, strategy={"ring_size": 2}, max_steps=2, max_epochs=-1)
+    with redirect_stdout(StringIO()) as printed:
+        trainer.fit(Guarded(folder), DataLoader(TokenDataset(4), batch_size=2))
+    return trainer.global_step, os.listdir(folder), printed.getvalue()

@@ -85,6 +85,12 @@ def test_what_a_hook_leaves_or_a_step_comes_to_later_is_tried_both_ways_before_t
         assert found["steps"] == 3
 
 
+def test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything(pools, tmp_path):
+    for steps, files, printed in pools(2).run(ranks.guarded, str(tmp_path)):
+        assert (steps, files) == (2, [])
+        assert "diverged" not in printed
+
+
 def test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first(pools):
     """On the crop nothing comes of it."""
     for found in pools(2).run(ranks.fit, "tokens"):

@@ -43,6 +43,7 @@ from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
     told_to_libraries,
     tracked,
 )
+from lightning_sp.preflight.recording.unheard import unheard
 
 # Of tokens that Python or NumPy gets: so many times more are the largest, or smallest, and no more are in between. Those that crops may lack are
 # there, too: padding, ends of texts.
@@ -164,13 +165,13 @@ def _of_more_tokens(x: Tensor, num_words: int, *, larger: bool) -> Tensor:
 
 
 @contextmanager
-def forcing(forced: Forced | None, module: nn.Module) -> Iterator[None]:
+def forcing(forced: Forced | None, module: Any) -> Iterator[None]:
     """Force comparisons of a module's step within, if any are to be."""
     if forced is None:
         yield
         return
     tables = (each.num_embeddings for each in module.modules() if isinstance(each, nn.Embedding))
-    with told_to_libraries(), ForcedNumbers(forced, max(tables, default=0)):
+    with unheard(module.trainer), told_to_libraries(), ForcedNumbers(forced, max(tables, default=0)):
         yield
 
 

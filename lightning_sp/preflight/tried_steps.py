@@ -25,6 +25,7 @@ from lightning_sp.preflight.evaluation.judgement import NotComparedError
 from lightning_sp.preflight.evaluation.output_kinds import returned_and_kept
 from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_first_batch
 from lightning_sp.preflight.recording.numbers_read.followed_batches import follow
+from lightning_sp.preflight.recording.unheard import prints_held
 from lightning_sp.preflight.refusals import first_sentence
 from lightning_sp.preflight.training_numbers import AttributesDifferError
 from lightning_sp.step.evaluation import EvaluationProgress
@@ -235,13 +236,15 @@ class TriedSteps(CarriedSteps, ABC):
         """Give what runs a step of Lightning's strategy on a batch of the host without a log, and have the batch in progress back."""
         before = self._batch
 
-        def run(batch: Any, info: SequenceInfo) -> Any:
-            self._batch = info
-            follow(batch)
-            return step(self, self._moved(batch, info), *others)
-
         try:
-            with loops.without_loggers(self._module.trainer):
+            with loops.without_loggers(self._module.trainer), prints_held() as begin:
+
+                def run(batch: Any, info: SequenceInfo) -> Any:
+                    begin()
+                    self._batch = info
+                    follow(batch)
+                    return step(self, self._moved(batch, info), *others)
+
                 yield run
         finally:
             self._batch = before

@@ -12,6 +12,7 @@ What is made of weights and buffers alone is followed. Of other single numbers t
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from lightning_sp.preflight.recording.numbers_read.read_numbers import COMPARISO
 from lightning_sp.preflight.recording.numbers_read.tracked_numbers import far_from_float, tracked_number
 from lightning_sp.preflight.recording.users_lines import INSTALLED, ends_a_loop, only_notes
 
+# So often a line is shown other numbers in a run: a loop that waits for one ends.
+_MOST = 500
 _BELOW = {"lt", "le", "less", "less_equal"}
 _TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "tolist", "numpy", "__array__", "__float__", "__int__"}
 
@@ -46,6 +49,7 @@ class AlikeNumbers(TorchFunctionMode):
         super().__init__()
         self.lines: set[str] = set()
         self._larger = larger
+        self._times: Counter[str] = Counter()
         self._made = WeakTensorKeyDictionary()
         # Of what is in it and of what was: a first look that costs less.
         self._ids: set[int] = set()
@@ -83,8 +87,9 @@ class AlikeNumbers(TorchFunctionMode):
             return output
         if not of_weights and (only_notes(*place) or ends_a_loop(*place)):
             return output
-        self.lines.add(f"{place[0]}:{place[1]}")
-        if self._larger is None:
+        self.lines.add(line := f"{place[0]}:{place[1]}")
+        self._times[line] += 1
+        if self._larger is None or self._times[line] > _MOST:
             return output
         if isinstance(output, Tensor):
             # `2 > loss` as `loss < 2`.

@@ -1,22 +1,53 @@
-"""What a step says, and the checkpoints it writes, while it is shown numbers that it never had: neither is of its run.
+"""What a step prints in a trial, which is not of its run; and what it logs and saves while it is shown numbers that it never had.
 
-if loss.item() > 50: print("diverged"); torch.save(batch, "bad_batch.pt")
+if batch_idx % 10 == 0: print(loss)                                        a trial runs the step several times
+if loss.item() > 50: log.error("diverged"); torch.save(batch, "bad.pt")    it is not
 """
 
 from __future__ import annotations
 
-import io
+import builtins
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 
 @contextmanager
+def prints_held() -> Iterator[Callable[[], None]]:
+    """Print nothing within, but what the last run has printed where it ends in an error.
+
+    A debugger writes to the terminal by itself.
+
+    Yields:
+        What forgets the runs so far, as the next one begins.
+    """
+    own, held = builtins.print, list[str]()
+
+    def hold(
+        *values: Any, sep: str | None = " ", end: str | None = "\n", file: Any = None, flush: bool = False
+    ) -> None:
+        if file in (None, sys.stdout):
+            held.append((" " if sep is None else sep).join(map(str, values)) + ("\n" if end is None else end))
+        else:
+            own(*values, sep=sep, end=end, file=file, flush=flush)
+
+    builtins.print = hold
+    try:
+        yield held.clear
+    except BaseException:
+        own(*held, sep="", end="", flush=True)
+        raise
+    finally:
+        builtins.print = own
+
+
+@contextmanager
 def unheard(trainer: Any) -> Iterator[None]:
-    """Within, print and log nothing, and save no checkpoint and no tensor.
+    """Within, log nothing, and save no checkpoint and no tensor.
 
     Args:
         trainer: of the run.
@@ -25,8 +56,7 @@ def unheard(trainer: Any) -> Iterator[None]:
     trainer.save_checkpoint = torch.save = _not_written
     logging.disable()
     try:
-        with redirect_stdout(io.StringIO()):
-            yield
+        yield
     finally:
         logging.disable(level)
         torch.save = save

@@ -547,8 +547,8 @@ PREFLIGHT = (
     fault(
         "a weight that decides about a step, and that no trial shows as another",
         "preflight/recording/alike_numbers.py",
-        '        self.lines.add(f"{place[0]}:{place[1]}")\n',
-        "",
+        '        self.lines.add(line := f"{place[0]}:{place[1]}")\n',
+        '        line = f"{place[0]}:{place[1]}"\n',
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[weight]",
     ),
     fault(
@@ -606,7 +606,7 @@ PREFLIGHT = (
     fault(
         "a hook of a part's batch that decides by its tokens, which nobody follows",
         "preflight/tried_steps.py",
-        "            follow(batch)\n",
+        "                    follow(batch)\n",
         "",
         f"{READ}_reads_whole_sequences[transferred]",
     ),
@@ -632,6 +632,14 @@ PREFLIGHT = (
         "preflight/trial.py",
         "                except (Exception, SystemExit) as error:\n",
         "                except Exception as error:\n",
+        "tests/preflight/differences/test_other_results.py::"
+        "test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything",
+    ),
+    fault(
+        "what a step prints in the runs of a trial",
+        "preflight/recording/unheard.py",
+        "    builtins.print = hold\n",
+        "",
         "tests/preflight/differences/test_other_results.py::"
         "test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything",
     ),

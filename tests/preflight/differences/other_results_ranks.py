@@ -91,6 +91,7 @@ class Guarded(Plain):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.logits(batch).flatten(0, 1), batch["shift_labels"].flatten())
+        print("step", batch_idx)
         if loss.item() > 50:
             print("diverged")
             torch.save(batch, f"{self.folder}/batch.pt")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_sp.preflight.recording.kept_results import Result, noting_results, results_shown
+from lightning_sp.preflight.recording.unheard import prints_held
 from tests.preflight.differences import other_results_ranks as ranks
 from tests.slow import slow
 
@@ -87,8 +89,23 @@ def test_what_a_hook_leaves_or_a_step_comes_to_later_is_tried_both_ways_before_t
 
 def test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything(pools, tmp_path):
     for steps, files, printed in pools(2).run(ranks.guarded, str(tmp_path)):
-        assert (steps, files) == (2, [])
-        assert "diverged" not in printed
+        assert (steps, files, printed) == (2, [], "step 0\nstep 1\n")
+
+
+def failing_trial():
+    with prints_held() as begin:
+        for number in range(2):
+            begin()
+            print("run", number, sep=" ", end=".\n")
+        print("to standard error", file=sys.stderr)
+        raise ValueError("of the step")
+
+
+def test_what_the_last_run_of_a_trial_has_printed_is_let_out_where_it_fails(capsys):
+    with pytest.raises(ValueError, match="of the step"):
+        failing_trial()
+    print("behind")
+    assert capsys.readouterr() == ("run 1.\nbehind\n", "to standard error\n")
 
 
 def test_a_later_step_that_reads_a_number_of_its_tokens_is_refused_before_the_first(pools):

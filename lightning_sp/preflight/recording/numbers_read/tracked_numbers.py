@@ -190,7 +190,11 @@ def told_to_libraries() -> Iterator[None]:
     def of_number(own: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(own)
         def call(*args: Any, **kwargs: Any) -> Any:
-            output = own(*args, **kwargs)
+            try:
+                with np.errstate(all="ignore"):
+                    output = own(*args, **kwargs)
+            except OverflowError:  # of a large one
+                output = math.inf
             return tracked(output, args[0].budget) if args and isinstance(args[0], (Integer, Float)) else output
 
         return call

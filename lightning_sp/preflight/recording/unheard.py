@@ -52,18 +52,29 @@ def unheard(trainer: Any) -> Iterator[None]:
     Args:
         trainer: of the run.
     """
-    level, save, of_trainer = logging.root.manager.disable, torch.save, vars(trainer).get("save_checkpoint")
+    save, of_trainer, loggers = torch.save, vars(trainer).get("save_checkpoint"), _loggers_of_user()
     trainer.save_checkpoint = torch.save = _not_written
-    logging.disable()
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logging.disable(level)
+        for logger in loggers:
+            logger.disabled = False
         torch.save = save
         if of_trainer is None:
             del trainer.save_checkpoint
         else:
             trainer.save_checkpoint = of_trainer
+
+
+def _loggers_of_user() -> list[logging.Logger]:
+    """Return what logs now, but what Lightning and this package say."""
+    known = [
+        logging.root,
+        *(each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)),
+    ]
+    return [each for each in known if not each.disabled and not each.name.startswith(("lightning", "torch"))]
 
 
 def _not_written(*_: Any, **__: Any) -> None:

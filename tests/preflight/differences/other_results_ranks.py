@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import redirect_stdout
 from io import StringIO
@@ -94,6 +95,7 @@ class Guarded(Plain):
         print("step", batch_idx)
         if loss.item() > 50:
             print("diverged")
+            logging.getLogger("tests.own").error("diverged")
             torch.save(batch, f"{self.folder}/batch.pt")
             self.trainer.save_checkpoint(f"{self.folder}/diverged.ckpt")
             raise SystemExit(3)
@@ -101,9 +103,13 @@ class Guarded(Plain):
 
 
 def guarded(folder: str) -> tuple[int, list[str], str]:
-    """Return after how many steps a fit has ended, which files it wrote, and what it printed."""
+    """Return after how many steps a fit has ended, which files it wrote, and what it printed and logged."""
     torch.manual_seed(3)
     trainer = quiet_trainer(2, strategy={"ring_size": 2}, max_steps=2, max_epochs=-1)
-    with redirect_stdout(StringIO()) as printed:
+    said, logger = StringIO(), logging.getLogger("tests.own")
+    logger.addHandler(handler := logging.StreamHandler(said))
+    with redirect_stdout(said):
         trainer.fit(Guarded(folder), DataLoader(TokenDataset(4), batch_size=2))
-    return trainer.global_step, os.listdir(folder), printed.getvalue()
+    logger.error("behind")
+    logger.removeHandler(handler)
+    return trainer.global_step, os.listdir(folder), said.getvalue()

@@ -89,7 +89,7 @@ def test_what_a_hook_leaves_or_a_step_comes_to_later_is_tried_both_ways_before_t
 
 def test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything(pools, tmp_path):
     for steps, files, printed in pools(2).run(ranks.guarded, str(tmp_path)):
-        assert (steps, files, printed) == (2, [], "step 0\nstep 1\n")
+        assert (steps, files, printed) == (2, [], "step 0\nstep 1\nbehind\n")
 
 
 def failing_trial():

@@ -154,7 +154,7 @@ def test_a_queue_is_shown_with_no_more_than_it_may_hold(kind):
     for _ in range(4):
         put(model.queue)
         schedules.have_changed(trainer, object())
-    for counters in (found, schedules.take_counters()):
+    for counters in (found, schedules.take_numbers().counters):
         with counted_on(counters, 100, set()):
             assert (model.queue.qsize(), model.queue.unfinished_tasks) == (8, 6)
         assert model.queue.qsize() == 6

@@ -36,12 +36,15 @@ Found = dict[Place, set[str]]  # in what it is: "a step", say
 def begin(most: int) -> None:
     """Take what libraries hold now as their own, and look at most so often at each kind of moment."""
     left: dict[str, int] = defaultdict(lambda: most)
-    setattr(sys, _KEPT, ([(name, names, dict(names)) for name, names in _namespaces()], F.alpha_dropout, left, {}))
+    before = [(name, names, dict(names)) for name, names in _namespaces()]
+    # Models of other runs, which somebody still holds. They are held here, too: another object would get a number that is free.
+    earlier = {(id(each), name): each for each, name, _ in _objects()}
+    setattr(sys, _KEPT, (before, earlier, F.alpha_dropout, left, {}))
 
 
 def note(moment: str) -> None:
     """Find what is replaced now; a trial is told from what it was asked in by its dropout, which it takes out."""
-    before, dropout, left, found = getattr(sys, _KEPT)
+    before, earlier, dropout, left, found = getattr(sys, _KEPT)
     if F.alpha_dropout is not dropout:
         moment = "a trial"
     left[moment] -= 1
@@ -49,7 +52,7 @@ def note(moment: str) -> None:
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is deprecated and looked at
-        for place in [*_of_namespaces(before), *_of_objects()]:
+        for place in [*_of_namespaces(before), *_of_objects(earlier)]:
             found.setdefault(place, set()).add(moment)
 
 
@@ -80,8 +83,15 @@ def _of_namespaces(before: list[tuple[str, Mapping[str, Any], dict[str, Any]]]) 
                 yield f"{namespace}.{name}", file
 
 
-def _of_objects() -> Iterator[Place]:
-    """Yield methods that single objects of libraries' classes have been given in place of their classes'."""
+def _of_objects(earlier: Mapping[tuple[int, str], Any]) -> Iterator[Place]:
+    """Yield methods that single objects of libraries' classes have been given in place of their classes', but for earlier ones."""
+    for each, name, file in _objects():
+        if (id(each), name) not in earlier:
+            yield f"{_class_with(name, type(each))}.{name}{OF_AN_OBJECT}", file
+
+
+def _objects() -> Iterator[tuple[Any, str, str]]:
+    """Yield the objects of libraries' classes that hold a method of this package's, its name and its file."""
     of_library: dict[type, bool] = {}
     for each in gc.get_objects():
         kind = type(each)
@@ -91,7 +101,7 @@ def _of_objects() -> Iterator[Place]:
         attributes = getattr(each, "__dict__", None) if of_library[kind] else None
         for name, value in list(attributes.items()) if type(attributes) is dict else ():
             if isinstance(name, str) and callable(getattr(kind, name, None)) and (file := _file(value)):
-                yield f"{_class_with(name, kind)}.{name}{OF_AN_OBJECT}", file
+                yield each, name, file
 
 
 def _class_with(name: str, kind: type) -> str:

@@ -72,7 +72,8 @@ class User(pl.LightningModule):
         logits = self.model(**batch).logits
         if targets.dim() == 1:
             return F.cross_entropy(logits.flatten(0, -2), targets)  # VideoPrism's are (rows, 1, classes)
-        logits = logits[..., logits.shape[-2] - targets.shape[-1] :, :]  # GIT's begin with its picture's
+        if more := logits.shape[-2] - targets.shape[-1]:  # GIT's begin with its picture's
+            logits = logits[..., more:, :]
         return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -23,13 +24,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.hidden_terms import users_place
-from lightning_sp.preflight.recording.numbers_read.followed_batches import follows_batches, is_of_batch
+from lightning_sp.preflight.recording.numbers_read.followed_batches import (
+    follows_batches,
+    is_of_batch,
+    runs_begun,
+)
 from lightning_sp.preflight.recording.numbers_read.read_numbers import COMPARISONS
-from lightning_sp.preflight.recording.numbers_read.tracked_numbers import far_from_float, tracked_number
+from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
+    Budget,
+    far_from_float,
+    tracked_number,
+)
 from lightning_sp.preflight.recording.users_lines import INSTALLED, ends_a_loop, only_notes
 
-# So often a line is shown other numbers in a run: a loop that waits for one ends.
-_MOST = 500
+# So many times more often than a run as it is has read a line, and so many times besides, one that is shown numbers may: it is a loop that
+# waits for one, and each round may be a forward.
+_TIMES, _MORE = 2, 16
 _BELOW = {"lt", "le", "less", "less_equal"}
 _TRUTHS, _NUMBERS = {"__bool__", "is_nonzero"}, {"item", "tolist", "numpy", "__array__", "__float__", "__int__"}
 
@@ -39,17 +49,20 @@ class AlikeNumbers(TorchFunctionMode):
 
     Args:
         module: whose buffers count as its weights do.
-        larger: whether these come out as if they were large, or small; None as they are.
+        budget: by which these come out as if they were large, or small; None as they are. It begins anew with each run.
+        read: how often a run has read each line, where these were as they are.
 
     Attributes:
         lines: by file and line.
+        often: how often one run has read each.
     """
 
-    def __init__(self, module: nn.Module, *, larger: bool | None = None) -> None:
+    def __init__(self, module: nn.Module, budget: Budget | None = None, read: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.lines: set[str] = set()
-        self._larger = larger
-        self._times: Counter[str] = Counter()
+        self.often: Counter[str] = Counter()
+        self._budget, self._read = budget, read or {}
+        self._times, self._run = Counter[str](), runs_begun()
         self._made = WeakTensorKeyDictionary()
         # Of what is in it and of what was: a first look that costs less.
         self._ids: set[int] = set()
@@ -60,9 +73,28 @@ class AlikeNumbers(TorchFunctionMode):
         self._made[tensor] = True
         self._ids.add(id(tensor))
 
+    def _begin(self) -> None:
+        """Begin to count anew with each run: whole and sharded alike."""
+        self._run = runs_begun()
+        self._times.clear()
+        if self._budget is not None:
+            self._budget.refill()
+
+    def _is_shown(self, line: str) -> bool:
+        """Return whether a line that reads a number is shown another, and count it."""
+        self._times[line] += 1
+        self.often[line] = max(self.often[line], self._times[line])
+        if self._budget is None:
+            return False
+        if self._times[line] > _TIMES * self._read.get(line, 0) + _MORE:
+            self._budget.left = 0  # of what it has read before, too
+        return self._budget.left > 0
+
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._run != runs_begun():
+            self._begin()
         output = function(*args, **(kwargs or {}))
         first = args[0] if args else None
         # Most calls of a step are neither: of a weight's numbers each call pays for this.
@@ -88,14 +120,13 @@ class AlikeNumbers(TorchFunctionMode):
         if not of_weights and (only_notes(*place) or ends_a_loop(*place)):
             return output
         self.lines.add(line := f"{place[0]}:{place[1]}")
-        self._times[line] += 1
-        if self._larger is None or self._times[line] > _MOST:
+        if not self._is_shown(line) or self._budget is None:
             return output
         if isinstance(output, Tensor):
             # `2 > loss` as `loss < 2`.
             is_first = isinstance(first, Tensor) and first.numel() == 1
-            return torch.full_like(output, ((name in _BELOW) != self._larger) == is_first)
-        return _shown(name, output, larger=self._larger)
+            return torch.full_like(output, ((name in _BELOW) != self._budget.larger) == is_first)
+        return _shown(name, output, self._budget)
 
 
 def _is_truth(output: Any) -> bool:
@@ -109,7 +140,8 @@ def _may_be_loss(given: Any) -> bool:
     return isinstance(given, Tensor) and given.is_floating_point() and given.numel() == 1
 
 
-def _shown(name: str, number: Any, *, larger: bool) -> Any:
+def _shown(name: str, number: Any, budget: Budget) -> Any:
+    larger = budget.larger
     if name in _TRUTHS or isinstance(number, bool):
         return larger
     if name == "__int__":
@@ -119,4 +151,4 @@ def _shown(name: str, number: Any, *, larger: bool) -> Any:
     if not isinstance(number, float):
         return number
     # What Python's `float` gets keeps no trace of where a number comes from.
-    return (far_from_float if name == "__float__" else tracked_number)(number, larger=larger)
+    return far_from_float(number, larger=larger) if name == "__float__" else tracked_number(number, budget)

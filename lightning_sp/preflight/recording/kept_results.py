@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
 from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
+    Budget,
     far_from_float,
     told_to_libraries,
     tracked_number,
@@ -49,7 +50,7 @@ def noting_results(run: Callable[[], Any], trainer: Any, found: list[Result]) ->
 
 
 @contextmanager
-def results_shown(module: Any, results: Sequence[Result], metrics: set[str], *, larger: bool) -> Iterator[None]:
+def results_shown(module: Any, results: Sequence[Result], metrics: set[str], budget: Budget) -> Iterator[None]:
     """Show results and metrics as if they were small, or large, and put them back."""
     shown = {name: torch.ones(()) for name in metrics}
     with ExitStack() as undo:
@@ -62,20 +63,20 @@ def results_shown(module: Any, results: Sequence[Result], metrics: set[str], *, 
                 undo.callback(_put, owner, name, held)
                 # A list that is as long as later in the run ends with them.
                 before = held[: -len(value)] if isinstance(owner, (list, deque)) else []
-                _put(owner, name, _tracked([*before, *value] if before else value, larger=larger))
+                _put(owner, name, _tracked([*before, *value] if before else value, budget))
         undo.enter_context(noted_metrics(module, shown))
         undo.enter_context(told_to_libraries())
-        undo.enter_context(_Shown(tensors, larger=larger))
+        undo.enter_context(_Shown(tensors, budget))
         yield
 
 
 _ABSENT = object()
 
 
-def _tracked(value: Any, *, larger: bool) -> Any:
+def _tracked(value: Any, budget: Budget) -> Any:
     if isinstance(value, list):
-        return [_tracked(each, larger=larger) for each in value]
-    return tracked_number(value, larger=larger) if isinstance(value, float) else value
+        return [_tracked(each, budget) for each in value]
+    return tracked_number(value, budget) if isinstance(value, float) else value
 
 
 def _held(owner: Any, name: Any) -> Any:
@@ -102,25 +103,25 @@ def _put(owner: Any, name: Any, value: Any) -> None:
 class _Shown(TorchFunctionMode):
     """Has comparisons of single numbers come out as if they were small, or large, by what they are made of."""
 
-    def __init__(self, tensors: Sequence[Tensor], *, larger: bool) -> None:
+    def __init__(self, tensors: Sequence[Tensor], budget: Budget) -> None:
         super().__init__()
         self._of = {id(each): each for each in tensors}
-        self._larger = larger
+        self._budget = budget
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = function(*args, **(kwargs or {}))
         place = next((i for i, each in enumerate(args[:2]) if id(each) in self._of), None)
-        if place is None:
+        if place is None or self._budget.left <= 0:
             return output
         name = name_of(function)
         if name in _ABOVE | _BELOW and isinstance(output, Tensor) and output.numel() == 1:
-            return torch.full_like(output, ((name in _ABOVE) == self._larger) == (place == 0))
+            return torch.full_like(output, ((name in _ABOVE) == self._budget.larger) == (place == 0))
         if name == "item" and isinstance(output, float):
-            return tracked_number(output, larger=self._larger)
+            return tracked_number(output, self._budget)
         if name == "__float__":
-            return far_from_float(output, larger=self._larger)  # it keeps no trace of where it comes from
+            return far_from_float(output, larger=self._budget.larger)  # it keeps no trace of where it comes from
         if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
             # Of several, what is made of results alone: a history's last ones.
             alone = all(id(each) in self._of for each in args if isinstance(each, Tensor))

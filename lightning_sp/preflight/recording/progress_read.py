@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from lightning_sp import comm
 from lightning_sp.preflight.recording.alike_numbers import AlikeNumbers
 from lightning_sp.preflight.recording.kept_results import noting_results, results_shown
+from lightning_sp.preflight.recording.numbers_read.tracked_numbers import of_results
 from lightning_sp.preflight.recording.unheard import unheard
 from lightning_sp.step.users_numbers.counters import Counter, counted_on, noting_counters
 from lightning_sp.step.users_numbers.rates import extreme_moments, noted_rates, rates_as_at
@@ -91,10 +92,11 @@ def with_other_results(module: Any, read: ProgressRead, *, larger: bool) -> Iter
         read: by its step.
         larger: whether it is shown as large.
     """
+    budget = of_results(larger=larger)
     with (
         unheard(module.trainer),
-        results_shown(module, read.results, read.metrics, larger=larger),
-        AlikeNumbers(module, larger=larger),
+        results_shown(module, read.results, read.metrics, budget),
+        AlikeNumbers(module, budget, read.alike.often),
     ):
         yield
 

@@ -559,6 +559,22 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[own]",
     ),
     fault(
+        "a loop by a number that a trial shows, which goes on for many rounds",
+        "preflight/recording/alike_numbers.py",
+        "_TIMES, _MORE = 2, 16",
+        "_TIMES, _MORE = 2, 80",
+        "tests/preflight/differences/test_other_results.py::"
+        "test_a_loop_by_a_number_that_a_trial_shows_ends_soon_and_at_the_same_round_in_each_run[rounds]",
+    ),
+    fault(
+        "numbers that are shown in the first runs of a trial alone, where a run reads many",
+        "preflight/recording/alike_numbers.py",
+        "        if self._run != runs_begun():\n",
+        "        if False:\n",
+        "tests/preflight/differences/test_other_results.py::"
+        "test_a_loop_by_a_number_that_a_trial_shows_ends_soon_and_at_the_same_round_in_each_run[weight]",
+    ),
+    fault(
         "a metric that a step computes later, of which no trial shows another",
         "preflight/differences/later_steps.py",
         "reads and lines != read.alike.lines",

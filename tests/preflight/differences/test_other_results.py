@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_sp.preflight.recording.kept_results import Result, noting_results, results_shown
+from lightning_sp.preflight.recording.numbers_read.tracked_numbers import of_results
 from lightning_sp.preflight.recording.unheard import prints_held
 from tests.preflight.differences import other_results_ranks as ranks
 from tests.slow import slow
@@ -49,7 +50,7 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
     model, found = Model(), list[Result]()
     noting_results(model.step, SimpleNamespace(lightning_module=model, callbacks=[]), found)()
     del model.first
-    with results_shown(model, found, set(), larger=larger):
+    with results_shown(model, found, set(), of_results(larger=larger)):
         assert [each > 1 for each in (model.last, model.first, model.state["mean"], model.lately[-1])] == [larger] * 4
         assert [bool(model.loss > 1), bool(2 * model.loss > 1), model.loss.item() > 1] == [larger] * 3
         assert [model.last < 100, model.loss < 100, not model.loss > 100] == [not larger] * 3
@@ -90,6 +91,13 @@ def test_what_a_hook_leaves_or_a_step_comes_to_later_is_tried_both_ways_before_t
 def test_what_a_step_does_with_a_number_that_it_never_had_neither_ends_nor_writes_nor_says_anything(pools, tmp_path):
     for steps, files, printed in pools(2).run(ranks.guarded, str(tmp_path)):
         assert (steps, files, printed) == (2, [], "step 0\nstep 1\nbehind\n")
+
+
+@pytest.mark.parametrize("kind", ["rounds", "weight"])
+def test_a_loop_by_a_number_that_a_trial_shows_ends_soon_and_at_the_same_round_in_each_run(pools, kind):
+    for steps, forwards in pools(2).run(ranks.search, kind):
+        assert steps == 2
+        assert forwards < 150
 
 
 def failing_trial():

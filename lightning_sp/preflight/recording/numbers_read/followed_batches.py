@@ -16,6 +16,7 @@ class _Follows(Protocol):
 
 
 _running: list[_Follows] = []
+_begun = [0]
 
 
 @contextmanager
@@ -30,8 +31,14 @@ def following(step: _Follows) -> Iterator[None]:
 
 def follow(batch: Any) -> None:
     """Follow a batch from here on, which hooks of the user's have before the step."""
+    _begun[0] += 1
     for each in _running:
         each.hand(((batch,), {}))
+
+
+def runs_begun() -> int:
+    """Return how many runs of steps have begun so far: another number is another run's."""
+    return _begun[0]
 
 
 def follows_batches() -> bool:

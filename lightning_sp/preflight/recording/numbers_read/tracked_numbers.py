@@ -22,7 +22,7 @@ from torch import Tensor
 
 # Of a number that Python takes as its own: of tokens, say.
 TIMES = 4
-# Comparisons of one number that a step keeps.
+# Comparisons of results in a run.
 _MOST = 10_000
 _FAR = 1e3
 _ABOVE = {"gt", "ge", "ne"}
@@ -58,6 +58,11 @@ class Budget:
 
     def __init__(self, left: int, *, larger: bool, counts: bool = True) -> None:
         self.left, self.larger, self.counts = left, larger, counts
+        self._first = left
+
+    def refill(self) -> None:
+        """Begin anew: as many are forced as at first."""
+        self.left = self._first
 
     def decided(self, name: str, other: Any, own: Any) -> Any:
         """Return how a comparison comes out, by its name and what a number is compared with."""
@@ -95,9 +100,14 @@ def made(kind: Any, value: Any, budget: Budget) -> Any:
     return number
 
 
-def tracked_number(value: float, *, larger: bool) -> float:
-    """Return a result, a loss say, that is what it is, but for comparisons: as if it were large, or small."""
-    found: float = made(Float, value, Budget(_MOST, larger=larger, counts=False))
+def of_results(*, larger: bool) -> Budget:
+    """Return what results of a run, losses say, come out by in comparisons: as if they were large, or small."""
+    return Budget(_MOST, larger=larger, counts=False)
+
+
+def tracked_number(value: float, budget: Budget) -> float:
+    """Return a result that is what it is, but for comparisons."""
+    found: float = made(Float, value, budget)
     return found
 
 

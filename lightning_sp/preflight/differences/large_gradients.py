@@ -13,12 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.comparison import averaged, gradient_differences, plain_name
+from lightning_sp.parallelize import with_backward_hooks
+from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.trial import Trial
@@ -26,6 +28,7 @@ from lightning_sp.preflight.trial import Trial
 # A power of two: what is in proportion is so to the last digit.
 _TIMES = 2.0**20
 _NOT_THE_USERS = ("torch.", "lightning_sp.", "lightning.")
+_NOT_LOOKED_AT = "preflight: not compared with large gradients, of which {} may make something else: {}"
 
 
 def check_large_gradients(trial: Trial, whole: Outcome) -> None:
@@ -42,10 +45,12 @@ def check_large_gradients(trial: Trial, whole: Outcome) -> None:
     """
     module: Any = trial.module
     size = trial.context.mesh.layout.size
-    is_looked_at = size > 1 and not trial.context.global_view and module.automatic_optimization
-    names = [*_own_backwards(module, whole)] if is_looked_at else []
+    names = [*_own_backwards(module, whole)] if size > 1 and not trial.context.global_view else []
     found = sorted({each for of_rank in comm.gather_objects(names, trial.control_group) for each in of_rank})
     if not found or whole.loss is None:
+        return
+    if not module.automatic_optimization:
+        rank_zero_info(_NOT_LOOKED_AT.format(", ".join(found[:3]), "the step goes backward by itself"))
         return
     large = replace(trial, run_whole=partial(_enlarged, trial.run_whole)).whole()
     assert large.loss is not None
@@ -53,7 +58,8 @@ def check_large_gradients(trial: Trial, whole: Outcome) -> None:
     differences = gradient_differences(averaged(whole.loss), averaged(large.loss) / _TIMES, whole.gradients, gradients)
     relative = relative_differences(differences)
     if not all(map(math.isfinite, relative.values())):
-        return  # beyond what float16 holds
+        rank_zero_info(_NOT_LOOKED_AT.format(", ".join(found[:3]), "gradients that are so large are not finite"))
+        return
     others = [name for name, each in relative.items() if each > tolerance_of(whole.dtypes)]
     if others:
         raise SequenceParallelError(
@@ -75,16 +81,9 @@ def _enlarged(run: Callable[[], Any]) -> Any:
 def _own_backwards(module: nn.Module, whole: Outcome) -> Iterator[str]:
     """Yield the hooks of the user's on gradients of a step, and the functions of autograd that are not torch's."""
     yield from (f"a hook at {line}" for line in whole.read.hooked)
-    for name, each in module.named_modules():
-        hooks = (*each._backward_hooks.values(), *each._backward_pre_hooks.values())
-        yield from (f"a backward hook of {plain_name(name) or 'the module'}" for hook in hooks if _is_other(hook))
-    yield from (f"the autograd.Function {each.__name__}" for each in _functions(whole.loss) if _is_other(each))
-
-
-def _is_other(function: Any) -> bool:
-    while isinstance(function, partial):
-        function = function.func
-    return not (getattr(function, "__module__", None) or type(function).__module__).startswith(_NOT_THE_USERS)
+    yield from (f"a backward hook of {name}" for name in with_backward_hooks(module))
+    functions = (each for each in _functions(whole.loss) if not each.__module__.startswith(_NOT_THE_USERS))
+    yield from (f"the autograd.Function {each.__name__}" for each in functions)
 
 
 def _functions(loss: Tensor | None) -> Iterator[Any]:

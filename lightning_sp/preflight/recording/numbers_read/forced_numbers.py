@@ -52,7 +52,6 @@ _BETWEEN = 2**18
 # What gives a number of tokens or of chunks: fewer of these would leave out what is there.
 _ROUNDING = {"floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "long", "int", "short"}
 _NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
-_ABOVE, _BELOW = {"gt", "ge", "ne"}, {"lt", "le", "eq"}
 
 
 class Forced(NamedTuple):

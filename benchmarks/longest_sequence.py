@@ -8,9 +8,10 @@
 
 The model is an unmodified Hugging Face Llama (8 layers, dim 512, float32) with AdamW. What a rank needs is what stays (parameters, optimizer)
 and what a step adds at its peak, above the process with its libraries; both by the kernel's count of resident pages. It is measured at three
-lengths, each beginning where the one before fits well within the budget, and a line through them gives the longest sequence. The defaults, whose
-policies follow the budget, say themselves how long a sequence it holds, by what they predict. Processes are new for each contestant. One with a
-Trainer counts, beyond the others, what Lightning loads.
+lengths, in three parts of a step that have a peak each: the blocks, the loss between their forward and backward, and the rest (the embedding,
+the optimizer). Which part is the peak changes with the length, so each has a line of its own; the longest sequence is what all of them hold. The
+defaults, whose policies follow the budget, say themselves how long a sequence it holds, by what they predict. Processes are new for each
+contestant. One with a Trainer counts, beyond the others, what Lightning loads.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: An
     return Contestant(name, "lightning_sp", json.dumps(options), lengths)
 
 
+PARTS = ("blocks", "loss", "rest")
 SHORT, LONG = (512, 1024, 2048), (4096, 8192, 16384)
 CONTESTANTS = (
     Contestant("plain FSDP2", "fsdp2", "", SHORT),
@@ -96,8 +98,8 @@ CONTESTANTS = (
 
 def measure(
     contestant: Contestant, world: int, vocabulary: int, lengths: tuple[int, ...], budget: float
-) -> list[dict[str, float]]:
-    """Return what the largest rank needs at each length: stays and step in bytes, the loss, seconds.
+) -> list[dict[str, Any]]:
+    """Return what the largest rank needs at each length, in bytes: stays, step, of its parts what they need with what stays; the loss, seconds.
 
     Args:
         contestant: who trains.
@@ -125,28 +127,49 @@ def measure(
     if not all(answers):
         raise RuntimeError(f"{contestant.name} ended without an answer; what it said is above")
     of_ranks = [json.loads(lines[-1]) for lines in answers]
-    return [max(at, key=lambda each: each["stays"] + each["step"]) for at in zip(*of_ranks, strict=True)]
+    return [_of_largest(at) for at in zip(*of_ranks, strict=True)]
 
 
-def line(measured: list[dict[str, float]]) -> tuple[float, float]:
-    """Return bytes at no token and bytes for each token of the sequence, by least squares."""
-    xs, ys = [each["length"] for each in measured], [each["stays"] + each["step"] for each in measured]
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / sum((x - mean_x) ** 2 for x in xs)
-    return mean_y - slope * mean_x, slope
+def _of_largest(ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    most = max(ranks, key=lambda each: each["stays"] + each["step"])
+    return {**most, "parts": {part: max(each["parts"][part] for each in ranks) for part in most["parts"]}}
 
 
-def longest(constant: float, per_token: float, budget: float) -> int:
-    """Return the longest sequence that a budget in bytes holds, in tokens."""
-    return max(0, int((budget - constant) / per_token))
+@dataclass(frozen=True)
+class Line:
+    """What a part of a step needs at its peak, what stays included: bytes at no token, and bytes for each token of the sequence."""
+
+    constant: float
+    per_token: float
+
+    def __str__(self) -> str:
+        return f"{self.constant / MIB:.0f} + {self.per_token / 1024:.2f}"
+
+    def longest(self, budget: float) -> float:
+        """Return how many tokens a budget in bytes holds; infinity where the part does not grow with them."""
+        if self.constant >= budget:
+            return 0.0
+        return (budget - self.constant) / self.per_token if self.per_token > 0 else float("inf")
+
+
+def lines(measured: list[dict[str, Any]]) -> dict[str, Line]:
+    """Return the line of each part, by least squares."""
+    return {part: _line([(at["length"], at["parts"][part]) for at in measured]) for part in measured[0]["parts"]}
+
+
+def _line(points: list[tuple[float, float]]) -> Line:
+    mean_x, mean_y = (sum(of_points) / len(points) for of_points in zip(*points, strict=True))
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    return Line(mean_y - slope * mean_x, slope)
 
 
 def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[float], confirmed: list[str]) -> None:
     """Print a row for each contestant, and what does not run."""
     print(f"{world} ranks, vocabulary {vocabulary}: what stays, and the longest sequence (over plain FSDP2's)")
     heads = [f"{budget:g} GiB" for budget in budgets]
-    print("| | stays, MiB | at no token, MiB | KiB a token of the sequence | " + " | ".join(heads) + " | loss |")
-    print("| --- |" + " --- |" * (4 + len(budgets)))
+    print("MiB at no token + KiB for each token of the sequence, of the parts of a step that have a peak of their own")
+    print("| | stays, MiB | blocks | loss | rest | " + " | ".join(heads) + " | loss |")
+    print("| --- |" + " --- |" * (5 + len(budgets)))
     plain: list[int] = []
     for each in chosen:
         lengths = tuple(length * world // 2 for length in each.lengths)
@@ -159,13 +182,12 @@ def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[f
             print(f"left out: {error}", flush=True)
             continue
         measured = of_budgets[0]
-        constant, per_token = line(measured)
+        of_parts = {} if each.budgeted else lines(measured)
         if each.budgeted:
             found = [int(of_budget[-1]["longest"]) * world for of_budget in of_budgets]
-            shown = "- | -"
         else:
-            found = [longest(constant, per_token, budget * GIB) for budget in budgets]
-            shown = f"{constant / MIB:.0f} | {per_token / 1024:.2f}"
+            found = [int(min(line.longest(budget * GIB) for line in of_parts.values())) for budget in budgets]
+        shown = " | ".join(str(of_parts.get(part, "-")) for part in PARTS)
         plain = plain or (found if each.name == CONTESTANTS[0].name else [])
         cells = []
         for number, tokens in enumerate(found):

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import gc
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -14,9 +14,21 @@ M_MMAP_THRESHOLD = -3  # malloc.h
 
 @dataclass
 class Growth:
-    """The peak above what was resident at the block's begin; valid after the block."""
+    """The peak above what was resident at the block's begin, of the whole and of each part that was begun in it; valid after the block."""
 
     peak_bytes: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    _part: str = "rest"
+
+    def begin_part(self, name: str) -> None:
+        """End the part before, "rest" at first, and begin or go on with another."""
+        self.end_part()
+        self._part = name
+
+    def end_part(self) -> None:
+        """Keep the peak of the part that ends, and have the kernel forget it."""
+        self.parts[self._part] = max(self.parts.get(self._part, 0), _kept_bytes("status", "VmHWM"))
+        forget_peak()
 
 
 def map_tensors() -> None:
@@ -36,13 +48,21 @@ def peak_growth() -> Iterator[Growth]:
     # Memory that is free but kept by the allocator would serve the block and hide what it needs: give it back.
     map_tensors()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the kernel forgets the peak so far
+    forget_peak()
     begin, shared, own = _kept_bytes("status", "VmRSS"), *_shared_bytes()
     yield growth
     shared_end, own_end = _shared_bytes()
     # A page that four processes map is resident in each: of what is shared a process' share counts, so that the sum over ranks is what
     # the machine holds. Shared memory stays mapped, so what is there in the end is what was there at the peak.
-    growth.peak_bytes = _kept_bytes("status", "VmHWM") - begin - (shared_end - shared) + (own_end - own)
+    growth.end_part()
+    below = begin + (shared_end - shared) - (own_end - own)
+    growth.parts = {name: peak - below for name, peak in growth.parts.items()}
+    growth.peak_bytes = max(growth.parts.values())
+
+
+def forget_peak() -> None:
+    """Have the kernel begin a new peak with what is resident now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def resident_bytes() -> int:

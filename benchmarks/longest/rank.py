@@ -32,17 +32,24 @@ class Meter:
 
     def __init__(self, before: int) -> None:
         self.before = before
-        self.measured: list[dict[str, float]] = []
-        self._step = ExitStack()
+        self.measured: list[dict[str, Any]] = []
+        self._step, self._measuring = ExitStack(), False
 
     def begin(self) -> None:
         """Begin a step, together with the other ranks."""
         dist.barrier()
         self._stays, self._began_s = resident_bytes() - self.before, time.perf_counter()
         self._growth = self._step.enter_context(peak_growth())
+        self._measuring = True
+
+    def begin_part(self, name: str) -> None:
+        """Begin a part of the step; what a model is asked between steps (a trial) has none."""
+        if self._measuring:
+            self._growth.begin_part(name)
 
     def end(self, length: int, loss: float, **more: float) -> None:
         """End a step on a sequence of `length` tokens."""
+        self._measuring = False
         self._step.close()
         seconds = time.perf_counter() - self._began_s
         self.measured.append(
@@ -50,6 +57,7 @@ class Meter:
                 "length": length,
                 "stays": self._stays,
                 "step": self._growth.peak_bytes,
+                "parts": {name: self._stays + peak for name, peak in self._growth.parts.items()},
                 "seconds": seconds,
                 "loss": loss,
                 **more,
@@ -81,7 +89,7 @@ def main(contestant: str, variant: str, text: str) -> None:
     if hasattr(module, "train"):
         module.train(variant, problem, world, batches, meter)
     else:
-        step = module.build(variant, problem, rank, world)
+        step = module.build(variant, problem, rank, world, meter.begin_part)
         for batch in batches:
             meter.begin()
             loss = step(batch)

@@ -22,11 +22,13 @@ from benchmarks.longest.llama import adamw, llama
 LOGITS_BYTES = 2**30
 
 
-def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+def build(
+    variant: str, problem: dict[str, Any], rank: int, world: int, begin_part: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Return a step on a sequence that all ranks share."""
     deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
     modeling_llama.LlamaMLP.forward = _tiled_mlp
-    model = llama(problem)
+    model = llama(problem, begin_part)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=world, micro_batch_size=1,

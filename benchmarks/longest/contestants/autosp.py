@@ -1,4 +1,7 @@
-"""AutoSP of DeepSpeed through its engine and Inductor, with ZeRO 1, the most that it takes. It loses the targets at the edges of shards."""
+"""AutoSP of DeepSpeed through its engine and Inductor, with ZeRO 1, the most that it takes. It loses the targets at the edges of shards.
+
+Its step is not divided into parts: hooks would break the graph that it compiles.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,9 @@ from torch import Tensor
 from benchmarks.longest.llama import adamw, llama
 
 
-def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+def build(
+    variant: str, problem: dict[str, Any], rank: int, world: int, begin_part: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Return a step on a sequence that all ranks share."""
     deepspeed.comm.init_distributed(dist_backend="gloo", dist_init_required=False)
     model = llama(problem)

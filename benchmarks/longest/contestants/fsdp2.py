@@ -20,9 +20,11 @@ def checkpoint_fully(block: Any) -> None:
     block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+def build(
+    variant: str, problem: dict[str, Any], rank: int, world: int, begin_part: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Return a step on this rank's own sequence."""
-    model = llama(problem)
+    model = llama(problem, begin_part)
     for block in model.model.layers:
         if "checkpoint" in variant:
             checkpoint_fully(block)

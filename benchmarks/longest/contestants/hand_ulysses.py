@@ -46,15 +46,19 @@ def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs
     return _Exchange.apply(out, 2, 1).transpose(1, 2), None
 
 
-def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+def build(
+    variant: str, problem: dict[str, Any], rank: int, world: int, begin_part: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Return a step on a sequence that all ranks share."""
-    return checkpointed_step(_attention, problem, rank, world)
+    return checkpointed_step(_attention, problem, rank, world, begin_part)
 
 
-def checkpointed_step(attention: Any, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+def checkpointed_step(
+    attention: Any, problem: dict[str, Any], rank: int, world: int, begin_part: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Return a step of the model with an attention over shards that lie in order, blocks fully checkpointed, under FSDP2."""
     AttentionInterface.register("over_shards", attention)
-    model = llama(problem)
+    model = llama(problem, begin_part)
     model.config._attn_implementation = "over_shards"
     for block in model.model.layers:
         checkpoint_fully(block)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,13 +23,13 @@ from lightning_sp import SequenceParallelStrategy
 
 
 class _Module(pl.LightningModule):
-    def __init__(self, problem: dict[str, Any]) -> None:
+    def __init__(self, problem: dict[str, Any], begin_part: Callable[[str], None]) -> None:
         super().__init__()
-        self.problem = problem
+        self.problem, self.begin_part = problem, begin_part
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = llama(self.problem)
+            self.model = llama(self.problem, self.begin_part)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
@@ -66,4 +67,4 @@ def train(variant: str, problem: dict[str, Any], world: int, batches: list[Tenso
         callbacks=[_Measured(meter, [batch.shape[1] - 1 for batch in batches])], enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(_Module(problem), DataLoader(rows, batch_size=1))  # type: ignore[arg-type]
+    trainer.fit(_Module(problem, meter.begin_part), DataLoader(rows, batch_size=1))  # type: ignore[arg-type]

@@ -13,7 +13,9 @@ from torch import Tensor
 from benchmarks.longest.contestants.hand_ulysses import checkpointed_step
 
 
-def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Callable[[Tensor], Tensor]:
+def build(
+    variant: str, problem: dict[str, Any], rank: int, world: int, begin_part: Callable[[str], None]
+) -> Callable[[Tensor], Tensor]:
     """Return a step on a sequence that all ranks share."""
     config = RingmasterConfig(size=world, ulysses_size=world, ring_size=1, backend=ringmaster.Backend.AUTO)
     ringmaster.setup(config, num_kv_heads=8, device_type="cpu", inner_attn="sdpa")
@@ -22,4 +24,4 @@ def build(variant: str, problem: dict[str, Any], rank: int, world: int) -> Calla
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> Any:
         return ulysses(module, q, k, v, None, scaling=kwargs.get("scaling"), is_causal=True)
 
-    return checkpointed_step(attention, problem, rank, world)
+    return checkpointed_step(attention, problem, rank, world, begin_part)

@@ -18,16 +18,23 @@ def may_be_chosen(input: Tensor) -> bool:
     """Return whether entries of a tensor may have been chosen by values since the last attention: by its graph, so alike on all ranks."""
     if input.grad_fn is None:
         return True
-    waiting, known = [input.grad_fn], set()
+    waiting, known = [input.grad_fn], {input.grad_fn}
+    ends: dict[type, bool] = {}
     while waiting:
         node = waiting.pop()
-        name = node.name()
-        if node in known or ATTENTION in name or any(each in name for each in OVER_RANKS):
+        if (is_end := ends.get(type(node))) is None:  # of a graph's thousands of nodes, some fifty names are looked at
+            name = node.name()
+            if name.rstrip("0123456789") in _CHOOSES:
+                return True
+            is_end = ATTENTION in name or any(each in name for each in OVER_RANKS)
+            if type(node).__name__ in name:  # not that of all which are written in C++ elsewhere
+                ends[type(node)] = is_end
+        if is_end:
             continue
-        known.add(node)
-        if name.rstrip("0123456789") in _CHOOSES:
-            return True
-        waiting += [each for each, _ in node.next_functions if each is not None]
+        for each, _ in node.next_functions:
+            if each is not None and each not in known:
+                known.add(each)
+                waiting.append(each)
     return False
 
 

@@ -64,6 +64,8 @@ _LAYERS = {
 }
 # DTensor's own has a sum of its rows that no reduction of them can finish.
 _LOOK_UPS = {"embedding", "embedding_bag"}
+# Of one tensor: `parameter.grad`, `parameter.grad = None`. An optimizer asks for some ten of each of its parameters.
+_ATTRIBUTES = {"__get__", "__set__", "is_complex"}
 _TRIALS: list[None] = []  # in progress, in which torch's own words are asked for
 
 
@@ -75,6 +77,11 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
     Raises:
         SequenceParallelError: one that differs between ranks; on all of them.
     """
+    if getattr(function, "__name__", "") in _ATTRIBUTES:
+        try:
+            return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
+        except (RuntimeError, NotImplementedError):  # one that computes, `weight.mT`, may have no rule: see below
+            pass
     kwargs = kwargs or {}
     if isinstance(out := kwargs.get("out"), DTensor):  # `torch.eye(5, 3, out=weight)` would make each shard the whole
         found = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_sp.config import StrategyConfig
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.loss.output_head.deferred_heads import defers_logits
 from lightning_sp.models import Llama, LlamaConfig
 from lightning_sp.parallelize import block_checkpoints
 from lightning_sp.parallelize.memory.memory_budget import used_bytes
@@ -55,10 +56,12 @@ class Followed(Plain):
         super().__init__(build)
         self.of_blocks: list[list[str]] = []
         self.policies: list[str] = []
+        self.deferring: list[bool] = []
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
         self.of_blocks.append(list(block_checkpoints(self).of_block))
         self.policies.append(block_checkpoints(self).policy)
+        self.deferring.append(defers_logits(self))
 
 
 @contextlib.contextmanager
@@ -150,6 +153,7 @@ def budgeted(
             for a, b in zip(step.blocks, shapes.blocks, strict=True)
             if a and b
         ],
+        "deferring": module.deferring,
         "estimated_outside": (shapes.outside, estimated.outside),
         "measured": step and (step.tokens, [bytes_per_token(policy, step) for policy in CANDIDATES]),
     }

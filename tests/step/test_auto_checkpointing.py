@@ -180,6 +180,7 @@ def test_what_is_only_estimated_refuses_no_budget(answers):
 def test_an_estimate_has_no_logits_where_the_loss_makes_them_in_chunks(answers):
     for rank in answers:
         assert rank[5]["estimated_outside"] == (3 * 4 * VOCAB, 0)
+        assert rank[5]["deferring"] == [True]  # in the run, where it is asked
 
 
 @pytest.mark.slow

@@ -26,6 +26,9 @@ from lightning_sp.loss.output_head.head_call import HeadCall
 from lightning_sp.weights.autocast import AutocastWeight
 from lightning_sp.weights.vocabulary_part import vocabulary_part
 
+# On the forward of a head whose logits wait.
+_WAITS = "_logits_wait"
+
 
 class DeferredHeads(AbstractContextManager[None]):
     """Lets output heads give logits that are made when they are read, in a step, until it exits.
@@ -131,8 +134,9 @@ class DeferredHeads(AbstractContextManager[None]):
 
 
 def defers_logits(root: nn.Module) -> bool:
-    """Return whether a model has an output head whose logits wait for what is asked of them."""
-    return any(True for _ in _output_heads(root))
+    """Return whether a model has an output head whose logits wait for what is asked of them, in a run or before it."""
+    in_a_run = any(hasattr(vars(each).get("forward"), _WAITS) for each in root.modules())
+    return in_a_run or any(True for _ in _output_heads(root))
 
 
 def _put_back(head: nn.Linear, before: Any) -> None:
@@ -155,6 +159,7 @@ def _deferring(
             return SequenceTensor(heads.call(self, input.local, unit), own) if waits else at_once(self, input)
         return heads.call(self, input, unit) if heads.defers(self, input) else at_once(self, input)
 
+    setattr(forward, _WAITS, True)
     return forward
 
 

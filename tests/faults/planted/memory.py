@@ -39,6 +39,13 @@ MEMORY = (
         f"{AUTO}::test_an_estimate_has_no_logits_where_the_loss_makes_them_in_chunks",
     ),
     fault(
+        "an estimate in a run, where heads wait already, with all logits of a loss in chunks",
+        "loss/output_head/deferred_heads.py",
+        "    return in_a_run or any(",
+        "    return any(",
+        f"{AUTO}::test_an_estimate_has_no_logits_where_the_loss_makes_them_in_chunks",
+    ),
+    fault(
         "a graph for each block, whose number is guarded",
         "parallelize/activation_checkpointing.py",
         "    how = block.how\n",

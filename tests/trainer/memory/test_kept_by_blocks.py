@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from packaging.version import Version
 
 from lightning_sp.testing import max_error
 from tests.trainer.memory import kept_by_blocks_ranks as ranks
@@ -40,6 +42,8 @@ FAST = {
 )
 def test_a_fit_is_that_of_one_device(pools, name, kind):
     options = OPTIONS[name]
+    if "compiled in the global view" in name and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("torch.compile takes tensors that show whole sequences from torch 2.13 on")
     (alone,) = pools(1).run(ranks.run, kind, None, 1)
     for found in pools(2).run(ranks.run, kind, {"ring_size": 2, **options}, 2):
         assert not found["error"]

@@ -67,6 +67,8 @@ def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: An
 
 PARTS = ("blocks", "loss", "rest")
 SHORT, LONG = (512, 1024, 2048), (4096, 8192, 16384)
+# Of fewer tokens a rank has no two tiles.
+TILED = (4096, 6144, 8192)
 CONTESTANTS = (
     Contestant("plain FSDP2", "fsdp2", "", SHORT),
     Contestant("FSDP2, checkpointing", "fsdp2", "checkpoint", (1024, 2048, 4096)),
@@ -82,15 +84,15 @@ CONTESTANTS = (
     ours("nothing recomputed, logits", SHORT, activation_checkpointing="none", loss_chunk_tokens=None),
     ours("nothing recomputed", activation_checkpointing="none"),
     ours("selective", activation_checkpointing="selective"),
-    ours("full", LONG, activation_checkpointing="full"),
-    ours("stages made again, full", LONG, activation_checkpointing="full", ulysses_stages=8, stage_inputs="recomputed"),
-    ours("full, tiled MLPs", LONG, activation_checkpointing="full", mlp_tile_tokens="auto"),
+    ours("full", activation_checkpointing="full"),
+    ours("stages made again, full", activation_checkpointing="full", ulysses_stages=8, stage_inputs="recomputed"),
+    ours("full, tiled MLPs", TILED, activation_checkpointing="full", mlp_tile_tokens="auto"),
     ours(
-        "full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
+        "full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
         activation_loading_horizon=2,
     ),
     ours(
-        "stages made again, full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto",
+        "stages made again, full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto",
         activation_offload="disk", activation_loading_horizon=2, ulysses_stages=8, stage_inputs="recomputed",
     ),
 )  # fmt: skip

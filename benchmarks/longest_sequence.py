@@ -85,14 +85,14 @@ CONTESTANTS = (
     ours("nothing recomputed", activation_checkpointing="none"),
     ours("selective", activation_checkpointing="selective"),
     ours("full", activation_checkpointing="full"),
-    ours("stages made again, full", activation_checkpointing="full", ulysses_stages=8, stage_inputs="recomputed"),
+    ours("stages made again, full", LONG, activation_checkpointing="full", ulysses_stages=8, stage_inputs="recomputed"),
     ours("full, tiled MLPs", TILED, activation_checkpointing="full", mlp_tile_tokens="auto"),
     ours(
         "full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
         activation_loading_horizon=2,
     ),
     ours(
-        "stages made again, full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto",
+        "stages made again, full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto",
         activation_offload="disk", activation_loading_horizon=2, ulysses_stages=8, stage_inputs="recomputed",
     ),
 )  # fmt: skip

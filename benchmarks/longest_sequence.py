@@ -67,8 +67,8 @@ def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: An
 
 PARTS = ("blocks", "loss", "rest")
 SHORT, LONG = (512, 1024, 2048), (4096, 8192, 16384)
-# Of fewer tokens a rank has no two tiles.
-TILED = (4096, 6144, 8192)
+# Of fewer tokens a rank of two has no two tiles of an MLP.
+TILED = (8192, 12288, 16384)
 CONTESTANTS = (
     Contestant("plain FSDP2", "fsdp2", "", SHORT),
     Contestant("FSDP2, checkpointing", "fsdp2", "checkpoint", (1024, 2048, 4096)),
@@ -92,7 +92,7 @@ CONTESTANTS = (
         activation_loading_horizon=2,
     ),
     ours(
-        "stages made again, full, tiled MLPs, inputs on disk", LONG, activation_checkpointing="full", mlp_tile_tokens="auto",
+        "stages made again, full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto",
         activation_offload="disk", activation_loading_horizon=2, ulysses_stages=8, stage_inputs="recomputed",
     ),
 )  # fmt: skip

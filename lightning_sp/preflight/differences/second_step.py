@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
 from lightning_sp import comm
+from lightning_sp.context.streams import streams
 from lightning_sp.parallelize import abandon_forward
 from lightning_sp.preflight.moved_weights import moved_weights
 from lightning_sp.preflight.outcome import Outcome
@@ -38,19 +37,20 @@ def second_step(trial: Trial, sharded: Outcome) -> Trial | None:
     return replace(
         trial,
         crop=f"{trial.crop} in a second step",
-        run_whole=_twice(trial.run_whole, trial.module),
-        run_sharded=_twice(trial.run_sharded, trial.module),
-        of_group=(_twice(run_group, trial.module), group),
+        run_whole=_twice(trial.run_whole, trial),
+        run_sharded=_twice(trial.run_sharded, trial),
+        of_group=(_twice(run_group, trial), group),
     )
 
 
-def _twice(run: Callable[[], Any], module: nn.Module) -> Callable[[], Any]:
+def _twice(run: Callable[[], Any], trial: Trial) -> Callable[[], Any]:
     """Return a step behind another one of other weights: by the same ones a prediction is what it was, and no slope shows."""
 
     def second() -> Any:
-        with moved_weights(module, 0, _MOVED):
+        # Each step on shards begins its random numbers by the trial's seed: so does the second one of a whole run.
+        with moved_weights(trial.module, 0, _MOVED), streams(trial.device):
             run()
-            abandon_forward(module)
+            abandon_forward(trial.module)
         return run()
 
     return second

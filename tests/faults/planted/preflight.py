@@ -716,6 +716,14 @@ PREFLIGHT = (
         "tests/preflight/differences/test_second_step.py::test_predictions_that_the_next_epoch_reads_are_kept_in_the_global_view[5.0]",
     ),
     fault(
+        "a second step of a whole run that draws on, beside one on shards that draws anew",
+        "preflight/differences/second_step.py",
+        "moved_weights(trial.module, 0, _MOVED), streams(trial.device):\n",
+        "moved_weights(trial.module, 0, _MOVED):\n",
+        "tests/preflight/differences/test_second_step.py::"
+        "test_a_step_that_draws_and_keeps_a_table_draws_alike_in_its_second_step",
+    ),
+    fault(
         "schedules inside of another one, which a trial leaves stepped",
         "step/isolation/traces_in_run.py",
         "    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):\n",
@@ -1307,8 +1315,8 @@ PREFLIGHT = (
     fault(
         "a plain tensor that is written to in a hook, in torch's words",
         "parallelize/fsdp/dtensor/plain_operands.py",
-        "    if _TRIALS or not all(to_plain) or",
-        "    if any(to_plain) or",
+        "    if _TRIALS or plain_learns:\n",
+        "    if any(to_plain) or plain_learns:\n",
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one",
     ),
     fault(

@@ -62,6 +62,13 @@ USERS = (
         f"{BEHIND}::test_a_write_to_a_part_of_a_weight_stays",
     ),
     fault(
+        "a plain tensor that is written to a weight of one row, in words of torch's own",
+        "parallelize/fsdp/dtensor/plain_operands.py",
+        "        is_home = not any(to_plain) and not _learns(args, kwargs)\n",
+        "        is_home = False\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_meets_a_weight_of_one_row",
+    ),
+    fault(
         "the largest of a weight, by the ranks that have a part of it alone",
         "parallelize/fsdp/dtensor/plain_operands.py",
         "        fails = fails_on_empty_parts(function, args, kwargs)\n",

@@ -1,4 +1,4 @@
-"""What runs in the ranks: a step that keeps each batch's predictions, and holds the next epoch's against them."""
+"""What runs in the ranks: steps that keep tensors: each batch's predictions, a table of positions beside what they draw."""
 
 from __future__ import annotations
 
@@ -37,3 +37,27 @@ def fit(world: int, weight: float) -> dict[str, Any]:
     trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
     return {"weights": weights, "whole": getattr(trainer.strategy, "sees_whole_sequences", None)}
+
+
+class Drawing(Plain):
+    """A masked diffusion: it draws which tokens are hidden, and makes its table of positions in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__(tiny_llama)
+        self.table: Tensor | None = None
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        ids = batch["input_ids"]
+        if self.table is None:
+            self.table = torch.arange(ids.shape[1]).sin().repeat(len(ids), 1)
+        hidden = torch.rand(ids.shape) < 0.5
+        logits = self.model(torch.where(hidden, 0, ids), batch["position_ids"]) * self.table[..., None].to(ids.device)
+        return (F.cross_entropy(logits.mT, ids, reduction="none") * hidden).sum() / hidden.sum()
+
+
+def draw() -> tuple[bool, int]:
+    """Return whether the step was carried in the global view, and how many optimizer steps it did."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(2, strategy={"global_view": "auto"})
+    trainer.fit(Drawing(), DataLoader(TokenDataset(4), batch_size=2))
+    return trainer.strategy.sees_whole_sequences, trainer.global_step  # type: ignore[attr-defined]

@@ -14,3 +14,8 @@ def test_predictions_that_the_next_epoch_reads_are_kept_in_the_global_view(pools
         assert found["whole"] == bool(weight)
         for name, each in plain["weights"].items():
             assert (found["weights"][name] - each).abs().max() <= 1e-10, name
+
+
+def test_a_step_that_draws_and_keeps_a_table_draws_alike_in_its_second_step(pools):
+    """Refused as wrong: of a whole run the second step went on in the stream of random numbers, and on shards it began it again."""
+    assert pools(2).run(ranks.draw) == [(True, 2)] * 2

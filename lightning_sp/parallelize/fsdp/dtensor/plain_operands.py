@@ -4,6 +4,7 @@ A plain tensor that all ranks hold alike is whole on each of them, and each shar
 One that is written to, `own.add_(gradient)`, is whole and stays so: what it is given is gathered.
 
 What DTensor has no rule for, `weight[weight > 0]`, `gradient.tolist()`, `torch.unique(weight)`, is done to whole tensors, and gives plain ones.
+A write that it has none for, of one that is whole to a weight's only row, `head.bias.copy_(average)`, is made to the whole, and kept in shards.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         if fails and len(each_alone := _listed(function, args)) > 1:  # not all of a model whole at once
             return [beside_sharded(_, function, types, ([each], *args[1:]), kwargs)[0] for each in each_alone]
         _count_writes(function, args)
-        if is_indexed or fails:
+        # torch takes one plain number for one that is whole on each rank, writes to it what is a shard's, and fails behind that.
+        writes_to_number = any(_is_plain(each) and each.numel() == 1 for each in _written_to(function, args, kwargs))
+        if is_indexed or fails or writes_to_number:
             return together(_of_wholes, function, args, kwargs)
         if getattr(function, "__name__", "") in _LOOK_UPS and any(map(_is_plain, tree_leaves([args, kwargs]))):
             return together(_looked_up, function, args, kwargs)
@@ -119,8 +122,11 @@ def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> 
             return partial(_of_wholes if is_layer else _of_replicated, function, args, kwargs)
     elif not any(words in why for words in _NO_RULE):
         return None
-    if _TRIALS or not all(to_plain) or plain_learns:
+    if _TRIALS or plain_learns:
         return None
+    if not all(to_plain):
+        is_home = not any(to_plain) and not _learns(args, kwargs)
+        return partial(_write_to_wholes, function, args, kwargs) if is_home else None
     if getattr(function, "__name__", "") == "__deepcopy__":
         return lambda: args[0].detach().clone()
     return partial(_of_wholes, function, args, kwargs)
@@ -191,6 +197,29 @@ def _of_wholes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function with what is sharded whole, on every rank."""
     args, kwargs = tree_map(lambda value: value.full_tensor() if isinstance(value, DTensor) else value, [args, kwargs])
     return function(*args, **kwargs)
+
+
+def _write_to_wholes(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function that writes to sharded tensors with whole ones, on every rank, each of which keeps its shard of what was written."""
+    if (number := len(_listed(function, args))) > 1:  # not all of a model whole at once
+        for place in range(number):
+            is_list = [isinstance(each, (list, tuple)) and len(each) == number for each in args]
+            alone = [[each[place]] if listed else each for each, listed in zip(args, is_list, strict=True)]
+            beside_sharded(DTensor, function, (), alone, kwargs)
+        return None
+    given = tree_leaves([args, kwargs])
+    sharded = [each for each in given if isinstance(each, DTensor)]
+    for each in filter(_is_plain, given):
+        check_alike(each, sharded[0])
+    wholes = {id(each): each.full_tensor().clone() for each in sharded}
+    whole_args, whole_kwargs = tree_map(lambda value: wholes.get(id(value), value), [args, kwargs])
+    function(*whole_args, **whole_kwargs)
+    written = _written_to(function, args, kwargs)
+    for tensor in (each for each in written if isinstance(each, DTensor)):
+        # src_data_rank=None: every rank holds the whole and keeps its part.
+        shard = distribute_tensor(wholes[id(tensor)], tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor._local_tensor.copy_(shard._local_tensor)
+    return written[0]
 
 
 @contextmanager

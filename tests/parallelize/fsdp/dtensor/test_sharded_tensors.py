@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import run_ranks
+from tests.parallelize.fsdp.dtensor import one_row_ranks
 from tests.parallelize.fsdp.dtensor import sharded_tensors_ranks as ranks
 
 
@@ -45,6 +46,13 @@ def test_a_plain_tensor_that_all_ranks_hold_alike_meets_a_sharded_one(pools):
             "a tensor of shape (5, 3) that differs between ranks meets a sharded one of shape (5, 3)"
         )
         assert is_same_behind
+
+
+def test_a_plain_tensor_meets_a_weight_of_one_row(pools):
+    """torch takes it for what is whole on each rank, and has no write of that to a shard; and to one plain number it wrote a shard's."""
+    for same in pools(2).run(one_row_ranks.of_one_row):
+        assert [name for name, is_same in same.items() if not is_same] == []
+        assert len(same) == 20
 
 
 def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):

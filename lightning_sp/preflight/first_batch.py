@@ -333,9 +333,11 @@ def _inferred(batch: Any, options: ShardOptions) -> dict[str, int]:
 
 
 def _of_other_lengths(batch: Any, options: ShardOptions, inferred: Mapping[str, int]) -> set[str]:
-    """Return the entries of other names that are of another length than the batch's sequences."""
+    """Return the entries of other names that are of another length than the batch's sequences, those that an earlier trial has inferred too."""
     entries = batch_entries(batch, options)
-    dims = {**_named(entries, options), **inferred}
+    dims = {**named_dims(entries, replace(options, infer_sequences=False)), **inferred}
+    if not dims:
+        return set()
     lengths = {entries[name].shape[dim] for name, dim in dims.items() if entries[name].dim() > dim} | {1}
     others = {n: t for n, t in entries.items() if n not in STANDARD_NAMES and n not in dims and isinstance(t, Tensor)}
     return {n for n, t in others.items() if t.dim() > 1 and t.shape[1] not in lengths}

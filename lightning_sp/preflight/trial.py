@@ -46,7 +46,7 @@ SEED = 1234
 _OF_LENGTH = "where the model needs a fixed length, set preflight_tokens to it; preflight=False leaves the check out"
 _OF_INDEX = (
     "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
-    "and its longest position"
+    "and longest position; targets that count rows by self.global_rank are to count self.trainer.strategy.data_parallel_rank: ranks share rows"
 )
 
 

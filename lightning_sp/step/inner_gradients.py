@@ -137,7 +137,8 @@ def _check(sharded: Sequence[Any], create_graph: bool, is_grads_batched: bool) -
         raise SequenceParallelError(
             f"torch.autograd.grad of a sharded weight with create_graph=True ({users_line()}): FSDP2 adds the ranks' gradients up outside of "
             "autograd, so they have no derivative of their own; leave create_graph out, as first-order MAML and GradNorm by detached norms do, "
-            "or make what is differentiated twice a layer that is a direct child of the LightningModule"
+            "or make what is differentiated twice a layer that is a direct child of the LightningModule, and ask before any manual_backward, "
+            "which frees it"
         )
 
 

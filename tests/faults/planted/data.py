@@ -67,6 +67,14 @@ DATA = (
         "tests/data/batch/contents/test_entries.py::test_an_entry_that_was_of_another_length_is_no_sequence_when_it_is_as_long",
     ),
     fault(
+        "a sequence that was inferred, taken for an entry of another length by a later trial",
+        "preflight/first_batch.py",
+        "    dims = {**named_dims(entries, replace(options, infer_sequences=False)), **inferred}\n    if not dims:\n        return set()\n",
+        "    dims = {**_named(entries, options), **inferred}\n",
+        "tests/preflight/batches/test_own_names.py::"
+        "test_a_series_that_was_inferred_is_one_behind_a_later_trial_and_a_validation",
+    ),
+    fault(
         "an entry that was as long by chance in the first batch, cut in those that are not",
         "data/batch/contents/entries.py",
         "    return {n: d for n, d in inferred.items() if not lengths or entries[n].shape[d] in lengths}\n",

@@ -69,6 +69,13 @@ USERS = (
         "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_a_plain_tensor_meets_a_weight_of_one_row",
     ),
     fault(
+        "a weight that is assigned, copied where a rank's part is a smaller one",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
+        "        _make_room(value._local_tensor, shard)\n",
+        "        pass\n",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_assigned_data_is_the_weights_own_memory[5]",
+    ),
+    fault(
         "the largest of a weight, by the ranks that have a part of it alone",
         "parallelize/fsdp/dtensor/plain_operands.py",
         "        fails = fails_on_empty_parts(function, args, kwargs)\n",

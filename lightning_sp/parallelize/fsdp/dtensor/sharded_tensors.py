@@ -184,9 +184,32 @@ def _assign(tensor: DTensor, value: torch.Tensor) -> None:
             f"{tuple(tensor.shape)}: assign what was computed from parameters of that shape, or write to it in place (copy_, mul_, lerp_)"
         )
     before = num_writes(tensor)
+    shard = _SHARDS.get(id(tensor))
+    if shard is not None and shard.sharded_param is not tensor:
+        shard = None
+    if shard is not None:
+        _make_room(value._local_tensor, shard)
     tensor._local_tensor = value._local_tensor.detach().contiguous()
-    if (shard := _SHARDS.get(id(tensor))) is not None and shard.sharded_param is tensor:
+    if shard is not None:
         shard.reset_sharded_param()
-    # An assignment is one write, whatever was written to what is assigned: FSDP2 copies it where the rank's part is a smaller one.
+    # An assignment is one write, whatever was written to what is assigned.
     setattr(tensor, _WRITES, 0)
     setattr(tensor, _WRITES, before + 1 - num_writes(tensor))
+
+
+def _make_room(assigned: torch.Tensor, shard: Any) -> None:
+    """Let what is assigned be the parameter's own memory on a rank whose part is a smaller one, too, as it is on one device.
+
+    FSDP2 gathers parts of one size, and would copy a smaller one: what is written to `average` behind `parameter.data = average` would reach the
+    parameter on the other ranks alone.
+    """
+    size = shard.padded_sharded_param_size
+    if assigned.shape == size or not assigned.is_contiguous() or shard.pin_memory:
+        return
+    end = assigned.storage_offset() + size.numel()
+    if assigned.untyped_storage().nbytes() < end * assigned.itemsize:
+        padded = assigned.new_zeros(size)
+        padded[: len(assigned)] = assigned
+        assigned.data = padded[: len(assigned)]  # is no write, as `set_` would be
+    strides = torch.empty(size, device="meta").stride()
+    shard._sharded_param_data = assigned.detach().as_strided(size, strides).view(-1)

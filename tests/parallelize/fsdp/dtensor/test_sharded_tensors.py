@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_sp.testing import run_ranks
-from tests.parallelize.fsdp.dtensor import one_row_ranks
+from tests.parallelize.fsdp.dtensor import assigned_memory_ranks, one_row_ranks
 from tests.parallelize.fsdp.dtensor import sharded_tensors_ranks as ranks
 
 
@@ -22,6 +22,16 @@ def test_assigned_data_is_what_the_forward_uses(pools):
         assert tripled
         assert plain.startswith("parameter.data = Tensor of shape (5, 3), where the parameter is a shard of (5, 3)")
         assert other_shape.startswith("parameter.data = DTensor of shape (5,)")
+
+
+@pytest.mark.parametrize("rows", [1, 5, 6])
+def test_assigned_data_is_the_weights_own_memory(pools, rows):
+    """FSDP2 copied it where a rank's part is a smaller one: what was written to it then was the other rank's weight's alone."""
+    found = pools(2).run(assigned_memory_ranks.assigned_memory, rows)
+    for whole, sharded, _ in found:
+        for ours, wanted in zip(sharded, whole, strict=True):
+            assert ours == pytest.approx(wanted, rel=1e-14)
+    assert found[0][2] == found[1][2]
 
 
 def test_behind_a_world_dtensor_is_torchs_own():

@@ -18,7 +18,9 @@ SILENT_S = 4.0
 _MOST_GROUPS = 8
 _RULE = (
     "Every rank takes part in every collective, in one order: call save_checkpoint, validation, self.log(..., sync_dist=True) and collectives "
-    "of your own on all ranks, stop on all ranks or on none (broadcast what one decides), and give all ranks equally many batches"
+    "of your own on all ranks; so the model in a hook, and what reads its weights (parameter.norm()): each gathers them, not under "
+    "@rank_zero_only, where what was made is written alone; stop on all ranks or on none (broadcast what one decides), and give all ranks "
+    "equally many batches"
 )
 
 

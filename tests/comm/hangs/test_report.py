@@ -93,6 +93,7 @@ def test_a_deadlock_is_told_with_each_collective_its_step_and_line():
         "ranks wait in different collectives, and none of them can end: ranks 0, 2 waits in all_reduce, called in a.py:1 in f, from "
         "train.py:5 in main, at train, step 2; rank 1 waits in barrier, called in train.py:9 in training_step, from"
     )
+    assert "so the model in a hook, and what reads its weights (parameter.norm())" in said
     assert said.endswith("and give all ranks equally many batches")
 
 

@@ -2,8 +2,8 @@
 
     if (batch["input_ids"] > 20).sum() > 20: loss = 2 * loss
 
-One device's run is repeated as if what the step compares were larger, and smaller. Where its loss or a gradient is another one then, the number
-decides. On parts each rank would decide by a number of its own tokens.
+One device's run is repeated as if what the step compares were larger, and smaller, and with larger numbers where Python gets them. Where its
+loss or a gradient is another one then, the number decides. On parts each rank would decide by a number of its own tokens.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import (
     Line,
     cuts_of_parts,
+    has_other_cuts,
     loops_of_parts,
     numbers_of_groups,
     numbers_of_parts,
@@ -55,6 +56,9 @@ class Effect(Enum):
 
     NONE = "the same loss and gradients"
     OTHER = "another loss, gradient, or number that later steps may go by"
+    KEY = (
+        "the same, but it looks something up by them, or keeps something under them, of which later steps may find more"
+    )
     CHECKED = "an error that a line of Python raises: a check of its numbers"
     FAILED = "another error: nothing is known"
 
@@ -80,7 +84,7 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     of_all_groups = sharded.num_over_groups + sharded.num_means > 0
     over_groups = groups > 1 and any(comm.gather_objects(of_all_groups, control_group))
     others = lines_of_ranks(numbers_of_groups(whole.read, sharded.read), control_group) if over_groups else {}
-    forcing = _Forcing(trial, whole)
+    forcing = _Forcing(trial, whole, sharded)
     for found, of_groups in ((lines, over_groups), (others, True)):
         search_lines(found, forcing.effect, partial(_refusal, trial, over_groups=of_groups))
 
@@ -135,9 +139,10 @@ def search_lines(
         effect: of numbers forced.
         refusal: of lines, by what they do, and whether their numbers are larger then.
     """
-    for larger in (True, False):
-        if lines:
-            _Search(lines, effect, refusal, larger=larger).run()
+    read = {line: number for line, number in lines.items() if line.is_read}
+    for forced in (Forced(lines, True), Forced(lines, False), Forced(read, True, plain=True)):
+        if forced.lines:
+            _Search(forced, effect, refusal).run()
 
 
 class _Search:
@@ -145,71 +150,72 @@ class _Search:
 
     def __init__(
         self,
-        lines: Mapping[Line, int],
+        forced: Forced,
         effect: Callable[[Forced], Effect],
         refusal: Callable[[list[Line], Effect, bool], SequenceParallelError],
-        *,
-        larger: bool,
     ) -> None:
-        self._lines, self._effect_of, self._refusal, self._larger = lines, effect, refusal, larger
+        self._forced, self._effect_of, self._refusal, self._larger = forced, effect, refusal, forced.larger
         self._tried: dict[frozenset[Line], Effect] = {}
 
     def run(self) -> None:
         """Refuse the step where lines decide."""
-        self._harmless([*self._lines])
-        for line in self._lines:
+        self._harmless([*self._forced.lines])
+        for line in self._forced.lines:
             if not line.is_installed:
                 self._harmless([line])
 
     def _harmless(self, lines: list[Line]) -> list[Line]:
         """Return those of some lines that change nothing, together."""
         effect = self._effect(lines)
-        if effect is Effect.OTHER:
-            raise self._refusal(self._first_of(lines), effect, self._larger)
+        if effect in (Effect.OTHER, Effect.KEY):
+            raise self._refusal(self._first_of(lines, effect), effect, self._larger)
         if effect is Effect.NONE:
             return lines
         if len(lines) == 1:
-            if effect is Effect.FAILED and not lines[0].is_installed:
+            if effect is Effect.FAILED and not lines[0].may_fail:
                 raise self._refusal(lines, effect, self._larger)
             return []
         half = len(lines) // 2
         found = self._harmless(lines[:half]) + self._harmless(lines[half:])
         if len(found) < len(lines):
             return self._harmless(found) if found else []
-        if effect is Effect.FAILED and not lines[0].is_installed:
+        if effect is Effect.FAILED and not lines[0].may_fail:
             raise self._refusal(lines, effect, self._larger)
         return lines[:half]
 
-    def _first_of(self, lines: list[Line]) -> list[Line]:
+    def _first_of(self, lines: list[Line], effect: Effect) -> list[Line]:
         """Return the line that decides, alone where it can, of some that do together: behind those without which it does not."""
         none, all_of_them = 0, len(lines)
         while all_of_them - none > 1:
             middle = (none + all_of_them) // 2
-            if self._effect(lines[:middle]) is Effect.OTHER:
+            if self._effect(lines[:middle]) is effect:
                 all_of_them = middle
             else:
                 none = middle
         last = lines[none]
-        return [last] if self._effect([last]) is Effect.OTHER else lines[:all_of_them]
+        return [last] if self._effect([last]) is effect else lines[:all_of_them]
 
     def _effect(self, lines: list[Line]) -> Effect:
         key = frozenset(lines)
         if key not in self._tried:
-            self._tried[key] = self._effect_of(Forced({line: self._lines[line] for line in lines}, self._larger))
+            self._tried[key] = self._effect_of(
+                self._forced._replace(lines={line: self._forced.lines[line] for line in lines})
+            )
         return self._tried[key]
 
 
 class _Forcing:
     """Whole runs with numbers forced; a class for it remembers what is the same in two runs."""
 
-    def __init__(self, trial: Trial, whole: Outcome) -> None:
-        self._trial, self._whole = trial, whole
+    def __init__(self, trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+        self._trial, self._whole, self._sharded = trial, whole, sharded
         self._steady: frozenset[str] | None = None  # numbers left that are the same in two runs
 
     def effect(self, forced: Forced) -> Effect:
         """Return what forced numbers do to the whole run. Every rank must call it."""
         trial, whole = self._trial, self._whole
         try:
+            forced = forced.of_run(whole.read.num_calls)
             other = replace(trial, forced=forced).whole()
         except Exception as error:
             return effect_of_error(error, trial.control_group)
@@ -218,7 +224,10 @@ class _Forcing:
         found = gradient_differences(averaged(whole.loss), averaged(other.loss), whole.gradients, other.gradients)
         largest = max(relative_differences(found).values())
         differs = math.isnan(largest) or largest > tolerance_of(whole.dtypes)
-        return Effect.OTHER if differs or self._leaves_others(other) else Effect.NONE
+        cuts = any(comm.gather_objects(has_other_cuts(whole.read, self._sharded.read, other.read), trial.control_group))
+        if differs or cuts or self._leaves_others(other):
+            return Effect.OTHER
+        return Effect.KEY if any(comm.gather_objects(bool(forced.keys), trial.control_group)) else Effect.NONE
 
     def _leaves_others(self, other: Outcome) -> bool:
         """Return whether any rank's run leaves other numbers to later steps: a learning rate, a phase. A time is another one in each run."""
@@ -238,16 +247,19 @@ def effect_of_error(error: Exception, control_group: ProcessGroup | None) -> Eff
     return Effect.CHECKED if all(comm.gather_objects(_is_check(error), control_group)) else Effect.FAILED
 
 
+_WHAT = {
+    Effect.OTHER: "its loss, a gradient or what it leaves to later steps is another one",
+    Effect.KEY: "it looks something up by that number, or keeps something under it, of which another step may find more, also",
+    Effect.FAILED: "it fails, so that nobody can tell what it decides,",
+}
+
+
 def _refusal(
     trial: Trial, lines: list[Line], effect: Effect, larger: bool, *, over_groups: bool
 ) -> SequenceParallelError:
     *others, line = lines
     together = f", with what is read at {' and '.join(each.describe() for each in others)}" if others else ""
-    what = (
-        "its loss, a gradient or what it leaves to later steps is another one"
-        if effect is Effect.OTHER
-        else "it fails, so that nobody can tell what it decides,"
-    )
+    what = _WHAT[effect]
     refusal = SequenceParallelError(
         f"preflight: training_step decides by a number of its tokens, at {line.describe()}: on {trial.crop} {what} where that "
         f"number is {'larger' if larger else 'smaller'}{together}. {_OVER_GROUPS if over_groups else OF_PARTS}"
@@ -273,7 +285,7 @@ def _unlike(one: Outcome, other: Outcome) -> frozenset[str]:
 
 
 def _is_check(error: BaseException) -> bool:
-    """Return whether an error was raised by a line of Python that compares, or ends the process: neither by torch nor by NumPy."""
+    """Return whether an error was raised by a line of Python that compares, or ends the process: not by torch, NumPy or here."""
     while error.__cause__ is not None and isinstance(error, SequenceParallelError):
         error = error.__cause__
     if isinstance(error, SystemExit):
@@ -282,4 +294,4 @@ def _is_check(error: BaseException) -> bool:
         return False
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
     name = frame.f_globals.get("__name__", "").partition(".")[0]
-    return name not in ("torch", "numpy") and raises(frame.f_code.co_filename, line)
+    return name not in ("torch", "numpy", "lightning_sp") and raises(frame.f_code.co_filename, line)

@@ -209,7 +209,14 @@ def decision_of_part(
     def effect(forced: Forced) -> Effect:
         try:
             numbers, outputs, kept, *_ = _shown(
-                own, runner, run, options, SEED, name=name, predicts=predicts, forced=forced
+                own,
+                runner,
+                run,
+                options,
+                SEED,
+                name=name,
+                predicts=predicts,
+                forced=forced.of_run(whole.read.num_calls),
             )
         except Exception as error:
             return effect_of_error(error, world)

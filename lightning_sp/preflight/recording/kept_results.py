@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from lightning_sp.global_view.table import name_of
+from lightning_sp.preflight.recording.numbers_read.shown_functions import told_to_libraries
 from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
     Budget,
     far_from_float,
-    told_to_libraries,
     tracked_number,
 )
 from lightning_sp.step.users_numbers.counters import noting_numbers
@@ -65,7 +65,7 @@ def results_shown(module: Any, results: Sequence[Result], metrics: set[str], bud
                 before = held[: -len(value)] if isinstance(owner, (list, deque)) else []
                 _put(owner, name, _tracked([*before, *value] if before else value, budget))
         undo.enter_context(noted_metrics(module, shown))
-        undo.enter_context(told_to_libraries())
+        undo.enter_context(told_to_libraries(module))
         undo.enter_context(_Shown(tensors, budget))
         yield
 

@@ -13,6 +13,8 @@ from functools import lru_cache
 # Folders of libraries.
 INSTALLED = ("site-packages", "dist-packages")
 _BOUNDS = ("min", "max", "range")
+# Functions that call what they are given, or ask what is one of it.
+_TAKE_CLASSES = {"isinstance", "issubclass", "map", "filter", "defaultdict"}
 # What functions are called that note a number and decide nothing by it.
 _NOTES = {
     *(
@@ -136,6 +138,31 @@ def _lines_that_end_loops(file: str) -> frozenset[int]:
     within = (each for loop in loops for each in ast.walk(loop) if isinstance(each, ast.If))
     ends = (each.test for each in within if any(isinstance(part, ast.Break) for part in each.body))
     return _lines_of([*(each.test for each in loops if isinstance(each, ast.While)), *ends])
+
+
+@lru_cache(maxsize=4096)
+def only_calls(file: str, name: str) -> bool:
+    """Return whether functions of a file only call what Python has by a name, or have others call it, or ask `isinstance` by it: by its text.
+
+    What stands in its place is no dtype, `torch.zeros(3, dtype=int)`, and not the type of a number, `type(x) is int`.
+    """
+    found: set[ast.AST] = set()
+    allowed: set[ast.AST] = set()
+    functions = (each for each in _nodes(file) if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+    for each in (part for function in functions for part in ast.walk(function)):
+        match each:
+            case ast.Name(id=own) if own == name:
+                found.add(each)
+            case ast.Call(func=called, args=args):
+                by = called.id if isinstance(called, ast.Name) else ""
+                allowed |= {called, *(part for value in args if by in _TAKE_CLASSES for part in ast.walk(value))}
+            case ast.arg(annotation=annotation) | ast.AnnAssign(annotation=annotation) if annotation is not None:
+                allowed |= {*ast.walk(annotation)}
+            case ast.FunctionDef(returns=returns) if returns is not None:
+                allowed |= {*ast.walk(returns)}
+            case ast.keyword(arg="key" | "type" | "default_factory", value=value):
+                allowed.add(value)
+    return found <= allowed
 
 
 def only_notes(file: str, line: int) -> bool:

@@ -6,6 +6,7 @@ import math
 import statistics
 import sys
 from collections import deque
+from math import exp, hypot
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,7 +60,14 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
         assert [each > 1 for each in (*means, model.of_numpy, model.history[:2].mean())] == [larger] * 5
         computed = (math.exp(model.last), np.log(model.last), round(100 * model.last), 100 * model.last // 1)
         assert [each > 50 for each in computed] == [larger] * 4
-        assert (np.mean([0.5, 2.5]), math.exp(0.0), np.sqrt(4.0), int(model.first)) == (1.5, 1.0, 2.0, 500 * larger)
+        by_name = (exp(model.last), int(100 * model.last), hypot(1.0, model.last))
+        assert [each > 50 for each in by_name] == [larger] * 3
+        assert (np.mean([0.5, 2.5]), math.exp(0.0), np.sqrt(4.0), model.first.__int__()) == (
+            1.5,
+            1.0,
+            2.0,
+            500 * larger,
+        )
         assert [model.last > 0, model.last != 0, bool(model.last)] == [larger] * 3
         assert float(model.last * torch.ones(())) == 2.5
         assert float(torch.tensor(2 * model.first)) == 1.0

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect
 from collections import Counter
+from functools import partial
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -47,9 +50,50 @@ class Bounded(nn.Module):
         return self.inner(ids, positions)
 
 
+class OfExperts(nn.Module):
+    """A layer that halves what it is given where many numbers are large, or deals its tokens out by how many each expert has."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.experts = kind, nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "count of a layer":
+            return x / 2 if int((x > -100).sum()) > 40 * 32 else x
+        tokens = x.flatten(0, 1)
+        kinds = (tokens.detach()[:, 0] * 10).long() % 3
+        order = kinds.argsort(stable=True)
+        *starts, end = [0, *kinds.bincount(minlength=3).cumsum(0).numpy()]
+        sizes = [int((kinds == kind).sum()) for kind in range(3)]
+        out = torch.zeros_like(tokens)
+        for kind, expert in enumerate(self.experts):
+            mine = (kinds == kind).nonzero()[:, 0]
+            if len(mine) == 0 or sizes[kind] < 1:
+                continue
+            if self.kind == "capacity" and len(mine) > 40:
+                mine = mine[:40]
+            out[mine] = expert(tokens[mine])
+        parts = tokens[order].split([b - a for a, b in zip(starts, [*starts[1:], end], strict=True)])
+        rest = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return x + (out + torch.zeros_like(out).index_put((order,), rest)).view_as(x)
+
+
+class Dealing(nn.Module):
+    """A model with such a layer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.layer = tiny_llama(), OfExperts(kind)
+        self.inner.norm = nn.Sequential(self.inner.norm, self.layer)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.inner(ids, positions)
+
+
 class Deciding(Plain):
     def __init__(self, kind: str) -> None:
         models = {"hugging face": HuggingFaceLlama, "layer": Doubling, "activation": Bounded}
+        models |= {each: partial(Dealing, each) for each in ("count of a layer", "dealing", "capacity")}
         super().__init__(models.get(kind, tiny_llama))
         self.kind, self.many = kind, False
         self.flags: dict[str, Any] = {}
@@ -81,6 +125,16 @@ class Deciding(Plain):
                 return rows * tokens >= ROWS * TOKENS
             case "prod":
                 return math.prod(ids.shape) >= ROWS * TOKENS
+            case "name of a function":
+                return exp(large.sum().item() / 20) > 7.4
+            case "bisect":
+                return bisect([40], large.sum().item())
+            case "text":
+                return f"{large.sum().item():03d}" > "040"
+            case "key":
+                return large.sum().item() in {*range(41, ROWS * TOKENS + 1)}
+            case "rounds":
+                return len([_ for _ in range(large.sum().item())]) > 40
             case "rare":
                 return (ids == RARE).any()
             case "numpy":
@@ -231,7 +285,7 @@ def fit(kind: str, degrees: dict[str, Any] | None, groups: int = 1) -> dict[str,
         groups: data-parallel ones, whose batches one device accumulates.
     """
     torch.manual_seed(3)
-    world = 1 if degrees is None else math.prod(each for each in degrees.values() if type(each) is int)
+    world = 1 if degrees is None else math.prod(each for name, each in degrees.items() if name.endswith("size"))
     strategy = None if degrees is None else {"global_view": "auto", **degrees}
     accumulated = groups if degrees is None else 1
     options = {"max_steps": 2, "precision": "64-true", "accumulate_grad_batches": accumulated}

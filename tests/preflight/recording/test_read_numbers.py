@@ -49,6 +49,12 @@ DECIDING = [
     "last of Python",
     "loop",
     "broken off",
+    "name of a function",
+    "bisect",
+    "text",
+    "rounds",
+    "key",
+    "count of a layer",
 ]
 
 
@@ -63,7 +69,7 @@ def assert_same(found, plain):
 VARIANTS = {
     "array", "both", "bounded", "counter", "divided", "int", "number of numpy", "numel", "phase", "prod", "rare of Python", "rows",
     "size", "weight", "item", "where", "numpy", "each row", "losses of tokens",
-    "broken off",
+    "broken off", "text", "rounds",
 }  # fmt: skip
 
 
@@ -95,12 +101,18 @@ def test_by_its_own_rows_it_may_not_decide_about_a_loss_of_all_groups(pools, vie
         assert "about a loss that is of all groups' tokens" in found["error"]
 
 
-@pytest.mark.parametrize("kind", ["tokens", *slow("distinct", "logged", "experts")])
+@pytest.mark.parametrize("kind", ["tokens", "dealing", *slow("distinct", "logged", "experts")])
 def test_a_step_that_decides_nothing_by_its_numbers_sees_its_part(pools, kind):
     [plain] = pools(1).run(ranks.fit, kind, None)
     for found in pools(2).run(ranks.fit, kind, RING):
         assert_same(found, plain)
         assert not found["whole"]
+
+
+def test_a_layer_that_would_cut_tokens_if_it_had_more_is_no_dealing_out(pools):
+    for found in pools(2).run(ranks.fit, "capacity", {"ring_size": 2, "global_view": False}):
+        assert "decides by a number of its tokens, at read_numbers_ranks.py:" in found["error"]
+        assert '(if self.kind == "capacity" and len(mine) > 40:)' in found["error"]
 
 
 @pytest.mark.slow

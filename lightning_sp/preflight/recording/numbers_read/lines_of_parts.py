@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 import torch
 
 from lightning_sp.preflight.recording.compared import Entry
 from lightning_sp.preflight.recording.hidden_terms import Call
-from lightning_sp.preflight.recording.numbers_read.read_numbers import ARRAYS, TRUTHS, ReadNumbers
+from lightning_sp.preflight.recording.numbers_read.read_numbers import ARRAYS, READS, TRUTHS, ReadNumbers
 from lightning_sp.preflight.recording.users_lines import INSTALLED, ends_a_loop
 
 
@@ -19,6 +20,7 @@ class Line(NamedTuple):
     Args:
         counted: whether it reads a size that values have decided.
         of_tokens: whether it gives Python or NumPy numbers of each token.
+        of_layer: whether it is a layer's, of what that was given.
     """
 
     file: str
@@ -26,11 +28,22 @@ class Line(NamedTuple):
     function: str
     counted: bool
     of_tokens: bool
+    of_layer: bool = False
 
     @property
     def is_installed(self) -> bool:
         """Whether it is a library's."""
         return any(folder in self.file for folder in INSTALLED)
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether nothing is known of a step that fails by it: a library checks, or a layer has parts of that size."""
+        return self.is_installed or self.of_layer
+
+    @property
+    def is_read(self) -> bool:
+        """Whether a step has a number of Python's own by it, of which nobody sees what C makes. A layer's may be a size of its tokens."""
+        return self.function in READS and not (self.of_tokens or self.of_layer or self.is_installed)
 
     def describe(self) -> str:
         """Return it in words."""
@@ -53,8 +66,8 @@ def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> d
     for call, read in sharded.calls.items():
         before = whole.calls.get(call)
         alike = read.numbers == 1 or (before is not None and before.numbers in (read.numbers, groups * read.numbers))
-        line = Line(*call[:3], read.counted, not alike)
-        handed_over = call.function in ARRAYS and not line.is_installed
+        line = Line(*call[:3], read.counted, not alike, read.of_layer)
+        handed_over = call.function in ARRAYS and not (line.is_installed or line.of_layer)
         if (alike or handed_over) and read.leaves & split:
             found[line] += 1
     return dict(found)
@@ -67,18 +80,33 @@ def cuts_of_parts(whole: ReadNumbers, sharded: ReadNumbers) -> list[str]:
         whole: what one device's run has noted.
         sharded: what the run on a part has noted.
     """
-    lengths = {
-        part
-        for entry, shape in sharded.sizes.items()
-        for part, of_whole in zip(shape, whole.sizes.get(entry, shape), strict=False)
-        if part != of_whole
-    }
-    return [
-        f"{file}:{line}"
-        for (file, line), sizes in sharded.cuts.items()
-        if ((file, line) in sharded.counted_cuts or not lengths.isdisjoint(sizes))
+    return [f"{file}:{line}" for file, line in _cuts(sharded, {part for part, _ in _cut_lengths(whole, sharded)})]
+
+
+def has_other_cuts(whole: ReadNumbers, sharded: ReadNumbers, forced: ReadNumbers) -> bool:
+    """Return whether a whole run with numbers forced cuts tokens at lines of the user's where one without does not. Pure.
+
+    `if len(mine) > capacity: mine = mine[:capacity]` changes nothing of a crop whose experts have few tokens.
+    """
+    lengths = {of_whole for _, of_whole in _cut_lengths(whole, sharded)}
+    return not _cuts(forced, lengths) <= _cuts(whole, lengths)
+
+
+def _cut_lengths(whole: ReadNumbers, sharded: ReadNumbers) -> Iterator[tuple[int, int]]:
+    """Yield the lengths of the batch's dims of which a rank has a part: that of the part, and of the whole."""
+    for entry, shape in sharded.sizes.items():
+        pairs = zip(shape, whole.sizes.get(entry, shape), strict=False)
+        yield from ((part, of_whole) for part, of_whole in pairs if part != of_whole)
+
+
+def _cuts(read: ReadNumbers, lengths: Set[int]) -> Set[tuple[str, int]]:
+    """Return the lines of the user's that cut dims of these lengths, or chosen tokens, by a number that is beyond them, or is zero."""
+    return {
+        (file, line): None
+        for (file, line), sizes in read.cuts.items()
+        if ((file, line) in read.counted_cuts or not lengths.isdisjoint(sizes))
         and not any(folder in file for folder in INSTALLED)
-    ]
+    }.keys()
 
 
 def loops_of_parts(whole: ReadNumbers, sharded: ReadNumbers) -> list[str]:
@@ -99,7 +127,8 @@ def numbers_of_groups(whole: ReadNumbers, sharded: ReadNumbers) -> dict[Line, in
     of_all, own = (Counter(call[:3] for call in each.calls) for each in (whole, sharded))
     found: Counter[Line] = Counter()
     for call, read in sharded.calls.items():
-        before, line = whole.calls.get(call), Line(*call[:3], read.counted, of_tokens=False)
+        before = whole.calls.get(call)
+        line = Line(*call[:3], read.counted, of_tokens=False, of_layer=read.of_layer)
         # Numbers of each row are none of these, either: in one tensor, or by a library's loop over rows (Qwen-VL's positions).
         is_of_rows = line.is_installed and of_all[call[:3]] > own[call[:3]]
         if before is not None and before.numbers == read.numbers and read.leaves & split and not is_of_rows:

@@ -48,11 +48,13 @@ STEPS = {
 # Functions by which Python reads one: a truth, or a number.
 TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}
 ARRAYS = {"tolist", "numpy", "__array__"}
-NUMBERS = {"item", "__int__", "__float__", "__index__", *ARRAYS}
+# Of these, those that give numbers of Python's own.
+READS = {"item", "tolist", "__int__", "__float__", "__index__"}
+NUMBERS = READS | ARRAYS
 # How many numbers a tensor has, which its values may decide.
 SIZES = {"shape", "size", "numel", "nelement", "len"}
-# Those that Python cannot tell from others of its own: of how many tokens, say, a slice is.
-_COUNTS_OF_PYTHON = {"__int__", "__float__", "__index__", "len", *ARRAYS}
+# Those that Python cannot tell from others of its own.
+PLAIN = {"__int__", "__float__", "len"}
 _COUNTING = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 _MOVES = {"to", "cuda", "clone", "detach", "contiguous", "pin_memory"}
 
@@ -64,11 +66,13 @@ class Read(NamedTuple):
         numbers: how many it gives, or reads.
         leaves: the tensors of the batch that they were made of, by where they are in it.
         counted: whether it reads a size that values have decided.
+        of_layer: whether a layer reads what it was given, which may deal its tokens out to experts by it.
     """
 
     numbers: int
     leaves: frozenset[Entry]
     counted: bool = False
+    of_layer: bool = False
 
 
 class ReadNumbers(TorchFunctionMode):
@@ -80,6 +84,7 @@ class ReadNumbers(TorchFunctionMode):
     Attributes:
         sizes: of the batch's tensors.
         calls: that compare or read.
+        num_calls: of functions of torch, whatever they do.
         compared: what integers of the batch are compared with.
         cuts: the user's lines that take all or nothing of a dim by a number of Python's, and the lengths of these dims.
         counted_cuts: those of them whose dim is as long as values have decided: chosen tokens.
@@ -94,6 +99,7 @@ class ReadNumbers(TorchFunctionMode):
         self.counted_cuts: set[tuple[str, int]] = set()
         self.sizes: dict[Entry, tuple[int, ...]] = {}
         self.calls: dict[Call, Read] = {}
+        self.num_calls = 0
         self.hooked: dict[str, None] = {}
         self.compared: dict[Entry, Compared] = {}
         self._leaves = WeakTensorKeyDictionary()
@@ -133,6 +139,7 @@ class ReadNumbers(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        self.num_calls += 1
         output = function(*args, **kwargs)
         name = name_of(function)
         self._follow_ranges(name, (*args, *kwargs.values()), output, sys._getframe(1))
@@ -208,9 +215,10 @@ class ReadNumbers(TorchFunctionMode):
     ) -> None:
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
-        is_count = name in _COUNTS_OF_PYTHON and not given.is_floating_point()
-        if of_layers and is_count and not self._is_of_module(sys._getframe(2)):
-            return  # a layer that deals its tokens out to experts
+        of_layer = of_layers and not self._is_of_module(sys._getframe(2))
+        is_size = name == "__index__" or (name in ARRAYS - READS and given.numel() > 1)
+        if of_layer and is_size and not given.is_floating_point():
+            return  # of how many tokens a slice of a layer is, or what each expert has
         if torch._C._functorch.is_batchedtensor(output if isinstance(output, Tensor) else given):
             return  # torch.vmap shows one of many, by which Python cannot decide
         counted = name in SIZES and given in self._counted
@@ -220,7 +228,7 @@ class ReadNumbers(TorchFunctionMode):
         call = Call(*key, self._numbers[key])
         self._numbers[key] += 1
         of = output if isinstance(output, Tensor) else given
-        self.calls[call] = Read(1 if name in SIZES else of.numel(), leaves, counted)
+        self.calls[call] = Read(1 if name in SIZES else of.numel(), leaves, counted, of_layer)
 
 
 @contextmanager

@@ -1,50 +1,29 @@
 """Numbers of Python's that know what they are: each is what it is, but for comparisons, which come out as if it were small, or large.
 
     count = mask.sum().item();  if count > 20: ...                 and so does what Python computes of it
-    if math.exp(loss.item()) < 20: ...                             or `math`, or NumPy
+    if math.exp(loss.item()) < 20: ...                             or `math`, or NumPy: `shown_functions.py`
     if np.mean(self.losses[-10:]) < 2: ...                         of a list of them a plain number is made, of others than they are
 
-What C takes of them is what they are: a name that a file has from `from math import exp`, a text, a tensor.
+What C takes of them is what they are: a text, a tensor.
 """
 
 from __future__ import annotations
 
-import math
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from torch import Tensor
+
+from lightning_sp.users_code.ownership import is_called_by_user
 
 # Of a number that Python takes as its own: of tokens, say.
 TIMES = 4
 # Comparisons of results in a run.
 _MOST = 10_000
 _FAR = 1e3
+# Of a count that Python gets as a plain one.
+_LEAST_BITS = 10
 _ABOVE = {"gt", "ge", "ne"}
-# Functions of NumPy that take a list of numbers.
-_OF_LISTS = (
-    "array",
-    "asarray",
-    "mean",
-    "average",
-    "median",
-    "min",
-    "max",
-    "amin",
-    "amax",
-    "sum",
-    "std",
-    "quantile",
-    "percentile",
-)
-_LONGEST = 4096
-# Functions of `math`, and of NumPy, that take one number.
-_OF_NUMBERS = ("sqrt", "exp", "log", "log2", "log10", "log1p", "expm1", "tanh")
 
 
 class Budget:
@@ -54,11 +33,14 @@ class Budget:
         left: so many.
         larger: as if a number were large; else small.
         counts: whether numbers count something: whether anything is there is not forced to no, and none is made very large.
+
+    Attributes:
+        has_keys: whether a line of the user's has looked something up by such a number: in a dict, in a set.
     """
 
     def __init__(self, left: int, *, larger: bool, counts: bool = True) -> None:
         self.left, self.larger, self.counts = left, larger, counts
-        self._first = left
+        self._first, self.has_keys = left, False
 
     def refill(self) -> None:
         """Begin anew: as many are forced as at first."""
@@ -91,6 +73,21 @@ def far_from_float(number: Any, *, larger: bool) -> Any:
     """Return a number with a fraction, a loss or an activation, beyond what thresholds are likely to be, of the same sign; or an array."""
     far = np.maximum(abs(number), 1 / _FAR) * _FAR if larger else np.minimum(number * _FAR, number / _FAR)
     return np.asarray(far, number.dtype) if isinstance(number, np.ndarray) else float(far)
+
+
+def beyond(number: Any) -> Any:
+    """Return a plain number that is larger than counts of a batch are likely to be, with all bits set; of a list or array each."""
+    if isinstance(number, list):
+        return [beyond(each) for each in number]
+    if isinstance(number, bool):
+        return number
+    if isinstance(number, np.ndarray):
+        far = np.maximum(far_from(number.astype(np.float64), larger=True), 2**_LEAST_BITS - 1)
+        return np.minimum(far, np.iinfo(number.dtype).max).astype(number.dtype)
+    if isinstance(number, float):
+        return float(beyond(int(number))) if number.is_integer() else far_from_float(number, larger=True)
+    bits = max(_LEAST_BITS, far_from(abs(number), larger=True).bit_length())
+    return (1 if number >= 0 else -1) * (2**bits - 1)
 
 
 def made(kind: Any, value: Any, budget: Budget) -> Any:
@@ -150,13 +147,18 @@ def _rounded(name: str) -> Any:
     return rounds
 
 
+def _hash(self: Any) -> int:
+    self.budget.has_keys |= is_called_by_user()
+    return int(self.plain.__hash__(self))
+
+
 def _ratio(self: Any) -> tuple[int, int]:
     """Return what `statistics` takes a number by."""
-    ratio: tuple[int, int] = _farther(self).as_integer_ratio()
+    ratio: tuple[int, int] = farther(self).as_integer_ratio()
     return ratio
 
 
-def _farther(number: Any) -> Any:
+def farther(number: Any) -> Any:
     """Return a plain number that is larger than one of these, or smaller; of any other that number itself."""
     if not isinstance(number, (Integer, Float)):
         return number
@@ -171,11 +173,12 @@ _OVER = {
     **{f"__{name}__": _computed(name) for name in ("neg", "abs")},
     **{f"__{name}__": _rounded(name) for name in ("floordiv", "round", "floor", "ceil", "trunc", "int")},
     "as_integer_ratio": _ratio,
+    "__hash__": _hash,
     "budget": Budget(0, larger=False),  # of what `statistics` makes of them, which is what it is
     "__bool__": lambda self: self.budget.decided("ne", 0, self.plain.__bool__(self)),
 }
-Integer: Any = type("Integer", (int,), {**_OVER, "__hash__": int.__hash__, "plain": int})
-Float: Any = type("Float", (float,), {**_OVER, "__hash__": float.__hash__, "plain": float})
+Integer: Any = type("Integer", (int,), {**_OVER, "plain": int})
+Float: Any = type("Float", (float,), {**_OVER, "plain": float})
 
 
 class Size(int):
@@ -191,40 +194,3 @@ class Size(int):
         return made(Integer if type(other) is Size else Size, value, self.budget)
 
     __rmul__ = __mul__
-
-
-@contextmanager
-def told_to_libraries() -> Iterator[None]:
-    """Within, have functions of `math` and NumPy know these numbers: of one they give one, of a list what others would give."""
-
-    def of_number(own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with np.errstate(all="ignore"):
-                    output = own(*args, **kwargs)
-            except OverflowError:  # of a large one
-                output = math.inf
-            return tracked(output, args[0].budget) if args and isinstance(args[0], (Integer, Float)) else output
-
-        return call
-
-    def of_list(own: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(own)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if args and isinstance(args[0], (list, tuple, deque)) and len(args[0]) <= _LONGEST:
-                args = ([_farther(each) for each in args[0]], *args[1:])
-            return own(*args, **kwargs)
-
-        return call
-
-    functions: list[tuple[ModuleType, str, Any]] = [(np, name, of_list) for name in _OF_LISTS]
-    functions += [(module, name, of_number) for module in (math, np) for name in _OF_NUMBERS]
-    before = [(module, name, getattr(module, name)) for module, name, _ in functions]
-    try:
-        for (module, name, shown), (_, _, own) in zip(functions, before, strict=True):
-            setattr(module, name, shown(own))
-        yield
-    finally:
-        for module, name, own in before:
-            setattr(module, name, own)

@@ -27,7 +27,7 @@ from lightning_sp.preflight.differences.hidden_branches import (
     hiding_weights,
     with_small_numbers,
 )
-from lightning_sp.preflight.differences.large_gradients import check_large_gradients
+from lightning_sp.preflight.differences.large_gradients import Backwards, check_large_gradients
 from lightning_sp.preflight.differences.later_steps import compare_at_later_steps
 from lightning_sp.preflight.differences.other_outcomes import compare_with_other_outcomes
 from lightning_sp.preflight.differences.other_seeds import (
@@ -85,9 +85,9 @@ def run_preflight(
     """
     started, counts = time.perf_counter(), write_counts(trial.module)
     with eager():
-        draws = list[bool]()
+        draws, backwards = list[bool](), Backwards(trial.module)
         with progress_read(trial.module, of_hooks) as read, parametrizations_unwritten():
-            noting = read.noting(trial.run_whole, trial.module.trainer)
+            noting = backwards.noting(read.noting(trial.run_whole, trial.module.trainer))
             whole = _run_whole(replace(trial, run_whole=noting_random_generators(noting, trial.module, draws)))
         refuse_writes(counts, write_counts(trial.module))
         read_padding()
@@ -108,7 +108,7 @@ def run_preflight(
     found = judged(trial, whole, sharded, started)
     trial.learn_outputs(whole, sharded)
     if found is not None and not math.isnan(found.difference):
-        _look_at_decisions(trial, whole, sharded)
+        _look_at_decisions(trial, whole, sharded, backwards)
         _run_with_small_numbers(trial, weights := hiding_weights(trial.module, whole.gradients))
         _run_with_terms_shown(trial, whole, sharded, weights)
         compare_with_other_outcomes(trial, whole, sharded, _compare_if_it_runs)
@@ -168,11 +168,11 @@ def _run_sharded(trial: Trial, whole: Outcome) -> Outcome:
         raise LossDiffersError(f"{error}. Found on the crop: {listed(findings)}") from error
 
 
-def _look_at_decisions(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
+def _look_at_decisions(trial: Trial, whole: Outcome, sharded: Outcome, backwards: Backwards) -> None:
     """Refuse a step that decides by a number of its part of the batch, or its backward by one of a part's gradient."""
     with eager():
         check_read_numbers(trial, whole, sharded)
-        check_large_gradients(trial, whole)
+        check_large_gradients(trial, whole, backwards.functions)
 
 
 def _run_with_small_numbers(trial: Trial, weights: HidingWeights) -> None:

@@ -639,6 +639,22 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_results.py::test_they_are_what_they_are_but_where_they_are_compared[True]",
     ),
     fault(
+        "functions of autograd in a step that goes backward by itself, which are not looked for",
+        "preflight/differences/large_gradients.py",
+        "        self.functions |= {*_own_functions(loss)}\n",
+        "",
+        "tests/preflight/differences/test_large_gradients.py::"
+        "test_so_it_is_where_the_step_goes_backward_by_itself[function-the autograd.Function Clipped]",
+    ),
+    fault(
+        "gradients of parameters that a step clips between its backwards, taken for its backward's",
+        "preflight/differences/large_gradients.py",
+        "each.grad.detach() if had is None else each.grad.detach() - had",
+        "each.grad.detach()",
+        "tests/preflight/differences/test_large_gradients.py::"
+        "test_between_backwards_the_gradients_of_parameters_may_be_clipped",
+    ),
+    fault(
         "what `math` makes of a number that decides, taken as it is",
         "preflight/recording/numbers_read/shown_functions.py",
         "    functions += [(library, name, _of_number) for library in (math, np) for name in _OF_NUMBERS]\n",

@@ -35,11 +35,23 @@ class Reversed(Clipped):
 
 
 class Backward(Plain):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, by_hand: bool = False) -> None:
         super().__init__(tiny_llama)
         self.kind = kind
+        self.automatic_optimization = not by_hand
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor | None:
+        if self.automatic_optimization:
+            return self.loss_of(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            self.manual_backward(self.loss_of(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        optimizer.step()
+        return None
+
+    def loss_of(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self.logits(batch)
         if self.kind == "hook":
             logits.register_hook(lambda gradient: gradient / gradient.norm().clamp(min=1.0))
@@ -50,12 +62,12 @@ class Backward(Plain):
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
-def fit(kind: str) -> tuple[str, int]:
+def fit(kind: str, *, by_hand: bool = False) -> tuple[str, int]:
     """Return what was refused, and after how many steps."""
     torch.manual_seed(3)
     trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": "auto"}, max_steps=1, max_epochs=-1)
     try:
-        trainer.fit(Backward(kind), DataLoader(TokenDataset(2), batch_size=2))
+        trainer.fit(Backward(kind, by_hand=by_hand), DataLoader(TokenDataset(2), batch_size=2))
     except SequenceParallelError as refusal:
         return str(refusal), trainer.global_step
     return "", trainer.global_step

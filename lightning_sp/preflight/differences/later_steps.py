@@ -18,6 +18,7 @@ from lightning_sp.preflight.differences.other_results import (
     compare_with_other_results,
     does_otherwise,
     results_in_words,
+    ways_to_show,
 )
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
@@ -64,13 +65,13 @@ def _does_otherwise_later(
 ) -> bool:
     """Return whether a whole run does anything else where all is as later at once; what does is compared so, too."""
     moments = [*shown_later(trial.module, read, trial.control_group)] or [lambda: nullcontext("")]
-    found = False
-    for number in range(max(len(moments), 2 if keeps else 1)):
+    found, ways = False, ways_to_show(trial, read) if keeps else [(False, False)]
+    for number in range(max(len(moments), len(ways))):
         with ExitStack() as stack:
-            larger = bool(number % 2)
+            larger, plain = ways[number % len(ways)]
             when = stack.enter_context(moments[min(number, len(moments) - 1)]())
             if keeps:
-                stack.enter_context(with_other_results(trial.module, read, larger=larger))
+                stack.enter_context(with_other_results(trial.module, read, larger=larger, plain=plain))
             shown = [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]
             again = replace(trial, crop=" ".join(filter(None, [trial.crop, *shown])))
             found |= _compare_where_otherwise(again, whole, compare)

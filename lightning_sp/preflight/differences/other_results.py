@@ -28,14 +28,14 @@ def compare_with_other_results(
         read: the results that it keeps, and the metrics that it reads.
         compare: runs a trial whole and sharded.
 
-    Communicates: whether any rank's step keeps any; one whole run each way where it does.
+    Communicates: whether any rank's step keeps any; one whole run each way where it does, two where Python gets numbers.
     """
     if not any(comm.gather_objects(read.has_results, trial.control_group)):
         return
-    for larger in (False, True):
+    for larger, plain in ways_to_show(trial, read):
         when = results_in_words(read, larger=larger)
         again = replace(trial, crop=f"{trial.crop} {when},")
-        with with_other_results(trial.module, read, larger=larger):
+        with with_other_results(trial.module, read, larger=larger, plain=plain):
             try:
                 with torch.compiler.set_stance("force_eager"):
                     found = again.whole()
@@ -44,6 +44,12 @@ def compare_with_other_results(
                 continue
             if any(comm.gather_objects(does_otherwise(found, whole), trial.control_group)):
                 compare(again)
+
+
+def ways_to_show(trial: Trial, read: ProgressRead) -> list[tuple[bool, bool]]:
+    """Return whether numbers are shown as large, and plain, in each run: so where Python gets some. Every rank must call it."""
+    has_numbers = any(comm.gather_objects(bool(read.alike.numbers & read.alike.lines), trial.control_group))
+    return [(larger, plain) for plain in (False, True)[: 1 + has_numbers] for larger in (False, True)]
 
 
 def results_in_words(read: ProgressRead, *, larger: bool) -> str:

@@ -55,11 +55,13 @@ class AlikeNumbers(TorchFunctionMode):
     Attributes:
         lines: by file and line.
         often: how often one run has read each.
+        numbers: those of them that have a number of Python's by it.
     """
 
     def __init__(self, module: nn.Module, budget: Budget | None = None, read: Mapping[str, int] | None = None) -> None:
         super().__init__()
         self.lines: set[str] = set()
+        self.numbers: set[str] = set()
         self.often: Counter[str] = Counter()
         self._budget, self._read = budget, read or {}
         self._times, self._run = Counter[str](), runs_begun()
@@ -120,7 +122,11 @@ class AlikeNumbers(TorchFunctionMode):
         if not of_weights and (only_notes(*place) or ends_a_loop(*place)):
             return output
         self.lines.add(line := f"{place[0]}:{place[1]}")
+        if name in _NUMBERS:
+            self.numbers.add(line)
         if not self._is_shown(line) or self._budget is None:
+            return output
+        if self._budget.plain and name not in _NUMBERS:
             return output
         if isinstance(output, Tensor):
             # `2 > loss` as `loss < 2`.
@@ -150,5 +156,6 @@ def _shown(name: str, number: Any, budget: Budget) -> Any:
         return far_from_float(number, larger=larger)
     if not isinstance(number, float):
         return number
-    # What Python's `float` gets keeps no trace of where a number comes from.
-    return far_from_float(number, larger=larger) if name == "__float__" else tracked_number(number, budget)
+    # What Python's `float` gets keeps no trace of where a number comes from, as nothing does that C makes of one.
+    is_plain = budget.plain or name == "__float__"
+    return far_from_float(number, larger=larger) if is_plain else tracked_number(number, budget)

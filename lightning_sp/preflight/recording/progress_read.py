@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.preflight.recording.alike_numbers import AlikeNumbers
+from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.kept_results import noting_results, results_shown
 from lightning_sp.preflight.recording.numbers_read.tracked_numbers import of_results
 from lightning_sp.preflight.recording.unheard import unheard
@@ -84,18 +85,19 @@ def progress_read(module: Any, of_hooks: NumbersOfHooks) -> Iterator[ProgressRea
 
 
 @contextmanager
-def with_other_results(module: Any, read: ProgressRead, *, larger: bool) -> Iterator[None]:
+def with_other_results(module: Any, read: ProgressRead, *, larger: bool, plain: bool = False) -> Iterator[None]:
     """Show what a step keeps and reads as if it were small, or large, and put it back.
 
     Args:
         module: of the run.
         read: by its step.
         larger: whether it is shown as large.
+        plain: what it reads is so itself, where Python gets it; what it keeps stays.
     """
-    budget = of_results(larger=larger)
+    budget = of_results(larger=larger, plain=plain)
     with (
         unheard(module.trainer),
-        results_shown(module, read.results, read.metrics, budget),
+        CheckedIndices() if plain else results_shown(module, read.results, read.metrics, budget),
         AlikeNumbers(module, budget, read.alike.often),
     ):
         yield

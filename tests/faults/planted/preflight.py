@@ -598,9 +598,9 @@ PREFLIGHT = (
     ),
     fault(
         "what a layer deals out by, taken for a decision",
-        "preflight/recording/numbers_read/read_numbers.py",
-        "        if of_layer and is_size and not given.is_floating_point():\n",
-        "        if False:\n",
+        "preflight/recording/numbers_read/lines_of_parts.py",
+        "        return self.is_installed or self.of_layer\n",
+        "        return self.is_installed\n",
         "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_nothing_by_its_numbers_sees_its_part[dealing]",
     ),
     fault(
@@ -622,7 +622,7 @@ PREFLIGHT = (
         "preflight/differences/decisions.py",
         "(Forced(lines, True), Forced(lines, False), Forced(read, True, plain=True))",
         "(Forced(lines, True), Forced(lines, False))",
-        f"{READ}_reads_whole_sequences[bisect]",
+        f"{READ}_reads_whole_sequences[text]",
     ),
     fault(
         "a name that a file has imported from `math`, taken as it is",
@@ -653,6 +653,13 @@ PREFLIGHT = (
         "each.grad.detach()",
         "tests/preflight/differences/test_large_gradients.py::"
         "test_between_backwards_the_gradients_of_parameters_may_be_clipped",
+    ),
+    fault(
+        "a text that a step makes of a weight's number and decides by, of which no trial shows another",
+        "preflight/differences/other_results.py",
+        "for plain in (False, True)[: 1 + has_numbers] for larger",
+        "for plain in (False,) for larger",
+        "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[text]",
     ),
     fault(
         "what `math` makes of a number that decides, taken as it is",

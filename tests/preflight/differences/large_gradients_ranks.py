@@ -47,7 +47,8 @@ class Backward(Plain):
         optimizer.zero_grad()
         for _ in range(2):
             self.manual_backward(self.loss_of(batch))
-            self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+            for each in optimizer.param_groups[0]["params"]:
+                each.grad.clamp_(-1e-4, 1e-4)
         optimizer.step()
         return None
 

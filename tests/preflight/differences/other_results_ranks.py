@@ -44,7 +44,7 @@ class Deciding(Plain):
             self.tensor = loss.detach()
         if self.kind in ("list", "tokens"):
             self.losses.append(float(loss))
-        if self.kind in ("tokens", "weight", "hook", "computed", "tensors"):
+        if self.kind in ("tokens", "weight", "text", "hook", "computed", "tensors"):
             return loss
         self.mean = 0.9 * self.mean + 0.1 * float(loss)
         return loss / self.mean
@@ -66,6 +66,8 @@ class Deciding(Plain):
             return 1e4 * self.norm
         if self.kind == "weight":
             return float(self.model.norm.weight.norm())
+        if self.kind == "text":
+            return float(f"{self.model.norm.weight.norm().item():.3f}")
         if self.kind == "list":
             return self.losses[-1] if len(self.losses) > 1 else 9
         return vars(self).get("known", 9)

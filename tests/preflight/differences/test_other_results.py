@@ -62,6 +62,7 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
         assert [each > 50 for each in computed] == [larger] * 4
         by_name = (exp(model.last), int(100 * model.last), hypot(1.0, model.last))
         assert [each > 50 for each in by_name] == [larger] * 3
+        assert (int(100 * model.last) > 10**9) == larger
         assert (np.mean([0.5, 2.5]), math.exp(0.0), np.sqrt(4.0), model.first.__int__()) == (
             1.5,
             1.0,
@@ -76,7 +77,7 @@ def test_they_are_what_they_are_but_where_they_are_compared(larger):
     assert np.mean([*model.lately]) == 0.5
 
 
-@pytest.mark.parametrize("kind", ["attribute", "metric", "weight", "own", "computed", *slow("tensor", "list")])
+@pytest.mark.parametrize("kind", ["attribute", "metric", "weight", "text", "own", "computed", *slow("tensor", "list")])
 def test_what_begins_at_a_lower_loss_is_refused_before_the_first_step(pools, kind):
     for found in pools(2).run(ranks.fit, kind):
         # Of a list nothing is read before there are two, and the metric is not computed in the first step.

@@ -33,13 +33,14 @@ class Budget:
         left: so many.
         larger: as if a number were large; else small.
         counts: whether numbers count something: whether anything is there is not forced to no, and none is made very large.
+        plain: numbers themselves are large, or small, and no comparison comes out otherwise.
 
     Attributes:
         has_keys: whether a line of the user's has looked something up by such a number: in a dict, in a set.
     """
 
-    def __init__(self, left: int, *, larger: bool, counts: bool = True) -> None:
-        self.left, self.larger, self.counts = left, larger, counts
+    def __init__(self, left: int, *, larger: bool, counts: bool = True, plain: bool = False) -> None:
+        self.left, self.larger, self.counts, self.plain = left, larger, counts, plain
         self._first, self.has_keys = left, False
 
     def refill(self) -> None:
@@ -97,9 +98,9 @@ def made(kind: Any, value: Any, budget: Budget) -> Any:
     return number
 
 
-def of_results(*, larger: bool) -> Budget:
-    """Return what results of a run, losses say, come out by in comparisons: as if they were large, or small."""
-    return Budget(_MOST, larger=larger, counts=False)
+def of_results(*, larger: bool, plain: bool = False) -> Budget:
+    """Return what results of a run, losses say, come out by in comparisons, or are where that is plain: large, or small."""
+    return Budget(_MOST, larger=larger, counts=False, plain=plain)
 
 
 def tracked_number(value: float, budget: Budget) -> float:

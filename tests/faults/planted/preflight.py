@@ -597,6 +597,13 @@ PREFLIGHT = (
         f"{READ}_reads_whole_sequences[count of a layer]",
     ),
     fault(
+        "a local name of a layer's with an array, compared with the module",
+        "preflight/recording/numbers_read/read_numbers.py",
+        "any(each is self._module for each in frame.f_locals.values())",
+        "self._module in frame.f_locals.values()",
+        "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_nothing_by_its_numbers_sees_its_part[dealing]",
+    ),
+    fault(
         "what a layer deals out by, taken for a decision",
         "preflight/recording/numbers_read/lines_of_parts.py",
         "        return self.is_installed or self.of_layer\n",

@@ -63,10 +63,10 @@ class Backward(Plain):
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
 
 
-def fit(kind: str, *, by_hand: bool = False) -> tuple[str, int]:
+def fit(kind: str, *, by_hand: bool = False, view: Any = "auto") -> tuple[str, int]:
     """Return what was refused, and after how many steps."""
     torch.manual_seed(3)
-    trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": "auto"}, max_steps=1, max_epochs=-1)
+    trainer = quiet_trainer(2, strategy={"ring_size": 2, "global_view": view}, max_steps=1, max_epochs=-1)
     try:
         trainer.fit(Backward(kind, by_hand=by_hand), DataLoader(TokenDataset(2), batch_size=2))
     except SequenceParallelError as refusal:

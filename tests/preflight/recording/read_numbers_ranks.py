@@ -62,19 +62,18 @@ class OfExperts(nn.Module):
             return x / 2 if int((x > -100).sum()) > 40 * 32 else x
         tokens = x.flatten(0, 1)
         kinds = (tokens.detach()[:, 0] * 10).long() % 3
-        order = kinds.argsort(stable=True)
-        *starts, end = [0, *kinds.bincount(minlength=3).cumsum(0).numpy()]
-        sizes = [int((kinds == kind).sum()) for kind in range(3)]
+        order, counts = kinds.argsort(stable=True), kinds.bincount(minlength=3)
+        sizes, ends = counts.numpy(), [0, *counts.cumsum(0).tolist()]
         out = torch.zeros_like(tokens)
         for kind, expert in enumerate(self.experts):
             mine = (kinds == kind).nonzero()[:, 0]
-            if len(mine) == 0 or sizes[kind] < 1:
+            if len(mine) == 0 or sizes[kind] < 1 or not int((kinds == kind).sum()):
                 continue
             if self.kind == "capacity" and len(mine) > 40:
                 mine = mine[:40]
             out[mine] = expert(tokens[mine])
-        parts = tokens[order].split([b - a for a, b in zip(starts, [*starts[1:], end], strict=True)])
-        rest = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        places = zip(self.experts, ends[:-1], ends[1:], strict=True)
+        rest = torch.cat([expert(tokens[order][a:b]) for expert, a, b in places if a != b])
         return x + (out + torch.zeros_like(out).index_put((order,), rest)).view_as(x)
 
 

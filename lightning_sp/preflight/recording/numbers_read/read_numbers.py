@@ -198,7 +198,8 @@ class ReadNumbers(TorchFunctionMode):
     def _is_of_module(self, frame: FrameType | None) -> bool:
         """Return whether code is the module's own, which has the step: not that of a layer."""
         for _ in range(2):  # a comprehension has a frame of its own
-            if frame is not None and self._module in frame.f_locals.values():
+            # By identity: what an array is equal to is no truth.
+            if frame is not None and any(each is self._module for each in frame.f_locals.values()):
                 return True
             frame = frame and frame.f_back
         return False

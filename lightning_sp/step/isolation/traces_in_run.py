@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_sp.users_code.kept_outside import NUMBERS
@@ -39,7 +40,13 @@ def undo_in_run(root: nn.Module, trainer: Any) -> tuple[list[Callable[[], object
         attributes = vars(schedule)
         undo.append(partial(attributes.update, dict(attributes)))
         mutable += attributes.values()
-    return undo, [*(each for each in mutable if isinstance(each, _CONTAINERS)), *kept.values()]
+    # In a trial no optimizer of the run steps, but one that it holds may: `second_step` of sharpness-aware minimization has it step.
+    around = {
+        each: [inner for inner in vars(each).values() if isinstance(inner, Optimizer)] for each in trainer.optimizers
+    }
+    mutable += [each.state for each, inner in around.items() if inner]
+    held = [one for inner in around.values() for one in inner]
+    return undo, [*(each for each in mutable if isinstance(each, _CONTAINERS)), *kept.values(), *held]
 
 
 def _with_inner(schedules: list[Any]) -> list[Any]:

@@ -796,6 +796,14 @@ PREFLIGHT = (
         "test_a_step_that_draws_and_keeps_a_table_draws_alike_in_its_second_step",
     ),
     fault(
+        "an optimizer inside of another one, which a trial leaves stepped",
+        "step/isolation/traces_in_run.py",
+        "*kept.values(), *held]\n",
+        "*kept.values()]\n",
+        "tests/trainer/optimizers/test_held_optimizers.py::"
+        "test_the_momentum_of_an_optimizer_within_another_begins_with_the_first_step",
+    ),
+    fault(
         "schedules inside of another one, which a trial leaves stepped",
         "step/isolation/traces_in_run.py",
         "    for schedule in _with_inner([config.scheduler for config in trainer.lr_scheduler_configs]):\n",

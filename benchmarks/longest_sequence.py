@@ -67,7 +67,7 @@ def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: An
 
 PARTS = ("blocks", "loss", "rest")
 SHORT, LONG = (512, 1024, 2048), (4096, 8192, 16384)
-# Of fewer tokens a rank of two has no two tiles of an MLP.
+# At fewer tokens the line of tiled blocks is flatter.
 TILED = (8192, 12288, 16384)
 CONTESTANTS = (
     Contestant("plain FSDP2", "fsdp2", "", SHORT),

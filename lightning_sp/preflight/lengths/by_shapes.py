@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -155,10 +156,22 @@ def _take_numbers(module: nn.Module) -> None:
         return fakes[id(tensor)]
 
     for each in module.modules():
+        if isinstance(each, FSDPModule):
+            vars(each)["_get_fsdp_state"] = _Whole
         for name in _HOOKS:
             vars(each)[name] = type(vars(each)[name])()
         for kind in ("_parameters", "_buffers"):
             vars(each)[kind] = {name: fake(tensor) for name, tensor in vars(each)[kind].items()}
+
+
+class _Whole:
+    """In the place of FSDP's state, by which it gathers before a method that is no forward: `training_step`."""
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output
 
 
 class _Calls(TorchDispatchMode):

@@ -130,6 +130,13 @@ PREFLIGHT = (
         f"{UNTRIED}::test_a_run_that_fails_communicates_or_waits_is_said_to_be_unknown",
     ),
     fault(
+        "a run by shapes for which FSDP gathers the weights of the module itself",
+        "preflight/lengths/by_shapes.py",
+        '            vars(each)["_get_fsdp_state"] = _Whole\n',
+        "            pass\n",
+        f"{UNTRIED}::test_a_step_that_reads_a_weight_of_the_module_itself_is_looked_at",
+    ),
+    fault(
         "modules that a trial has exchanged and that stay exchanged",
         "step/isolation/snapshot.py",
         "        undo.append(partial(_restore_children, module, dict(module._modules)))\n",

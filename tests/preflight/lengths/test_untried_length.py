@@ -44,6 +44,14 @@ def test_a_step_whose_numbers_are_chosen_by_a_length_beyond_the_crops_goes_on_in
         assert_same(found, plain)
 
 
+def test_a_step_that_reads_a_weight_of_the_module_itself_is_looked_at(pools):
+    """FSDP gathers such a weight before `training_step`, by no hook of a module."""
+    [plain] = pools(1).run(functools.partial(ranks.fit, own_weight=True), 1, None, 200, 1)
+    for found in pools(2).run(functools.partial(ranks.fit, own_weight=True), 2, RING, 200, 1):
+        assert found["whole"]
+        assert_same(found, plain)
+
+
 @pytest.mark.parametrize(
     ("lengths", "more"),
     [

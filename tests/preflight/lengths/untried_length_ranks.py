@@ -42,13 +42,16 @@ class Branching(nn.Module):
 
 
 class User(pl.LightningModule):
-    def __init__(self, above: int, less: bool) -> None:
+    def __init__(self, above: int, less: bool, own_weight: bool) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.net, self.losses = Branching(above, less), Record()
+        self.scale = nn.Parameter(torch.ones(WORDS)) if own_weight else torch.ones(())
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["shift_labels"].flatten())
+        loss = F.cross_entropy(
+            (self.net(batch["input_ids"]) * self.scale).flatten(0, 1), batch["shift_labels"].flatten()
+        )
         self.log("train_loss", loss)
         self.losses.append(float(loss.detach()))
         return loss
@@ -64,6 +67,7 @@ def fit(
     rows: int = 1,
     less: bool = False,
     lengths: Sequence[int] = (LENGTH, LENGTH),
+    own_weight: bool = False,
     **more: Any,
 ) -> dict[str, Any] | str:
     """Train steps of 256 tokens, or of given lengths, of which crops have up to 64; return losses, weights, the view, or why it is refused."""
@@ -73,7 +77,7 @@ def fit(
         {"input_ids": row[:-1][: lengths[i // rows]], "shift_labels": row[1:][: lengths[i // rows]]}
         for i, row in enumerate(ids)
     ]
-    module = User(above, less)
+    module = User(above, less, own_weight)
     strategy: Any = "auto" if options is None else SequenceParallelStrategy(**options)
     trainer = pl.Trainer(
         strategy=strategy, **trainer_of_ranks(world), logger=False, enable_checkpointing=False, **{"max_epochs": 1, **more},

@@ -42,7 +42,7 @@ class Branching(nn.Module):
 
 
 class User(pl.LightningModule):
-    def __init__(self, above: int, less: bool, own_weight: bool) -> None:
+    def __init__(self, above: int, less: bool, own_weight: bool = False) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.net, self.losses = Branching(above, less), Record()

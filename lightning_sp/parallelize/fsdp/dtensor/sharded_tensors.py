@@ -99,13 +99,12 @@ def _use_no_more() -> None:
 
 
 def _methods() -> Iterator[tuple[str, Any]]:
-    """Yield what a DTensor's methods and counts are during a run; torch's class has none of its own by these names."""
+    """Yield what a DTensor's methods are during a run; torch's class has none of its own by these names."""
     yield from writing_methods()
     yield "__torch_function__", classmethod(beside_sharded)
     yield "numpy", _numpy
     yield "tolist", _tolist
     yield "__format__", _formatted
-    yield _WRITES, 0  # of one that was assigned nothing: thousands are asked for it in a step
     for name in _NUMBERS:
         yield name, _whole_number(getattr(torch.Tensor, name))
 

@@ -48,6 +48,10 @@ _OVER_GROUPS = (
     "Each data-parallel group would decide by its own rows, about a loss that is of all groups' tokens: neither one device's nor DDP's. "
     f"Either {_WHOLE_FIRST}; or make the loss each group's own, `F.cross_entropy(..., reduction='none').mean()`"
 )
+HIDDEN = (
+    "has a layer that hands numbers of its tokens to Python or NumPy, at {lines}: they are of a rank's part, and nobody sees whether what is "
+    "made of them is each token's own, or of all tokens; use global_view=True, in which they are of whole sequences, or compute it by torch"
+)
 _EACH_ROW = ". Where Python or NumPy deals with each row by itself, global_view=True shows it whole rows"
 
 
@@ -80,6 +84,8 @@ def check_read_numbers(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     _look_at_cuts(trial, whole, sharded)
     _look_at_loops(trial, whole, sharded)
     lines = lines_of_ranks(numbers_of_parts(whole.read, sharded.read, groups), control_group)
+    _tell_of_lines(trial, [line for line in lines if line.is_hidden], f"preflight: training_step {HIDDEN}")
+    lines = {line: number for line, number in lines.items() if not line.is_hidden}
     # A loss by hand is each group's own, and so is what decides about it, as with DDP. One of all groups' tokens is not.
     of_all_groups = sharded.num_over_groups + sharded.num_means > 0
     over_groups = groups > 1 and any(comm.gather_objects(of_all_groups, control_group))
@@ -115,13 +121,13 @@ def _look_at_loops(trial: Trial, whole: Outcome, sharded: Outcome) -> None:
     )
 
 
-def _tell_of_lines(trial: Trial, own: Collection[str], words: str) -> None:
+def _tell_of_lines(trial: Trial, own: Collection[str | Line], words: str) -> None:
     """Refuse a step on parts for lines that any rank has found, or warn of them where the step cannot see whole sequences."""
     found = comm.gather_objects([] if trial.context.global_view else own, trial.control_group)
-    lines = sorted({line for each in found for line in each})
+    lines = sorted({line.describe() if isinstance(line, Line) else line for each in found for line in each})
     if not lines:
         return
-    told = words.format(lines=", ".join(lines[:2]))
+    told = words.format(lines=" and ".join(lines[:2]))
     if trial.may_retry:
         raise SequenceParallelError(told)
     rank_zero_warn(told)

@@ -5,8 +5,10 @@ Compared whole and on a part, with other outcomes shown in both (`preflight/reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -17,14 +19,15 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.differences.hidden_branches import first_names
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.hidden_terms import Call
-from lightning_sp.preflight.recording.uniform_outcomes import Other
+from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_parts
+from lightning_sp.preflight.recording.uniform_outcomes import Other, Truths
 from lightning_sp.preflight.trial import Trial
 
-# Calls that are tried each by itself, where the step does not run with others shown in all.
+# Calls that are tried each by itself: truths, and where the step does not run with others shown in all.
 _SINGLE = 3
 UNSEEN = (
-    "All tokens have one outcome there now, so that nothing of it is seen; later ones may have others: use global_view=True, in which the step "
-    "sees whole sequences"
+    "All tokens have one outcome there now, or each part has tokens of each, so that nothing of it is seen; later ones may have others: use "
+    "global_view=True, in which the step sees whole sequences"
 )
 
 
@@ -47,13 +50,18 @@ def compare_with_other_outcomes(trial: Trial, whole: Outcome, sharded: Outcome, 
         # What is counted may be beyond a table, say, where many tokens have another outcome.
         return _agree(trial, calls, runs) or _agree(replace(trial, turned_once=True), calls, runs)
 
-    show_others(common_calls(whole.uniform, sharded.uniform, trial.control_group), agree)
+    group = trial.control_group
+    calls = common_calls(whole.uniform, sharded.uniform, group)
+    show_others(uniform_calls(calls), agree)
+    read = numbers_of_parts(whole.read, sharded.read, trial.context.mesh.data_parallel_size)
+    for rare in rare_outcomes(calls, read, group):
+        _agree(trial, rare, runs)
 
 
 def common_calls(
     whole: Mapping[Call, Other], part: Mapping[Call, Other], group: ProcessGroup | None
 ) -> dict[Call, Other]:
-    """Return the calls that give one outcome for all tokens of a whole crop, and are found in the parts of all ranks.
+    """Return the calls that are noted of a whole crop, and are found in the parts of all ranks.
 
     Args:
         whole: such calls.
@@ -63,6 +71,34 @@ def common_calls(
     own = {call: other for call, other in whole.items() if call in part}
     first, *others = comm.gather_objects(own, group)
     return {call: other for call, other in first.items() if all(call in each for each in others)}
+
+
+def uniform_calls(calls: Mapping[Call, Other]) -> dict[Call, Other]:
+    """Return the calls that give all tokens one outcome."""
+    return {call: other for call, other in calls.items() if not isinstance(other, (tuple, Truths))}
+
+
+def rare_outcomes(
+    calls: Mapping[Call, Other], read: Collection[Line], group: ProcessGroup | None
+) -> list[dict[Call, Other]]:
+    """Return choices of which one is to be rare, and truths of which either is; none where no rank asks what its tokens have.
+
+    Args:
+        calls: alike on all ranks.
+        read: lines that compare or read numbers of this rank's part: `if mask.any():`, `len(chosen.unique())`.
+        group: the world, on a backend for host objects.
+    """
+    asked = {line for each in comm.gather_objects([*read], group) for line in each}
+    choices = {call: other for call, other in calls.items() if isinstance(other, tuple)}
+    truths = {call: other for call, other in calls.items() if isinstance(other, Truths)}
+    nearest = sorted(truths, key=partial(_distance, asked))[: _SINGLE if asked else 0]
+    rare: list[dict[Call, Other]] = [{**choices}] if choices and asked else []
+    return rare + [{call: replace(truths[call], rare=value)} for call in nearest for value in (True, False)]
+
+
+def _distance(asked: Collection[Line], call: Call) -> float:
+    """Return how many lines a call is from those that ask."""
+    return min((abs(call.line - each.line) for each in asked if each.file == call.file), default=math.inf)
 
 
 def show_others(calls: Mapping[Call, Other], agree: Callable[[Mapping[Call, Other]], bool]) -> None:

@@ -24,6 +24,7 @@ from lightning_sp.preflight.crops.both_runs import both_runs, untouched_run
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.shorter import RunStep, ShorterRun, shorter_run, shorter_run_of_text
 from lightning_sp.preflight.differences.decisions import (
+    HIDDEN,
     OF_PARTS,
     Effect,
     effect_of_error,
@@ -204,6 +205,8 @@ def decision_of_part(
     """Return a refusal of a step that decides what it shows by a number of its part, at a line of the user's. Every rank must call it."""
     world = runner.groups.world
     lines = {each: n for each, n in lines_of_ranks(part.read, world).items() if not each.is_installed}
+    if hidden := [line.describe() for line in lines if line.is_hidden]:
+        return SequenceParallelError(f"preflight: {name} {HIDDEN.format(lines=' and '.join(hidden[:2]))}")
     unlike = partial(output_differences, tolerance=TOLERANCES[torch.float32])
 
     def effect(forced: Forced) -> Effect:

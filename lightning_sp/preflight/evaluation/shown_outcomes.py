@@ -8,7 +8,14 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError, told_error
-from lightning_sp.preflight.differences.other_outcomes import UNSEEN, common_calls, in_words, show_others
+from lightning_sp.preflight.differences.other_outcomes import (
+    UNSEEN,
+    common_calls,
+    in_words,
+    rare_outcomes,
+    show_others,
+    uniform_calls,
+)
 from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
 from lightning_sp.preflight.evaluation.judgement import NotComparedError, TriedEvaluation, tell_differences
 from lightning_sp.preflight.recording.hidden_terms import Call
@@ -21,7 +28,7 @@ _Calls = Mapping[Call, Other]
 def judge_other_outcomes(
     tried: TriedEvaluation, whole: WholeRun, part: PartRun, run_with: Callable[[_Calls], PartRun], runner: StepRunner
 ) -> None:
-    """Compare once more with other outcomes where all tokens have one. Every rank must call it.
+    """Compare once more with other outcomes where all tokens have one, or few may. Every rank must call it.
 
     Args:
         tried: the step on the first batch.
@@ -56,4 +63,7 @@ def judge_other_outcomes(
             rank_zero_warn(told)  # what nobody has seen yet is no reason to end a run
         return True
 
-    show_others(common_calls(whole.uniform, part.uniform, world), agree)
+    calls = common_calls(whole.uniform, part.uniform, world)
+    show_others(uniform_calls(calls), agree)
+    for rare in rare_outcomes(calls, part.read, world):
+        agree(rare)

@@ -3,9 +3,11 @@
     dropped = place_in_expert >= capacity        False for every token, until an expert is chosen too often: places are a part's own
     segment = is_separator[ids].cumsum(1)        0 for every token, until a separator comes: a part counts its own
     opened = gate.sigmoid() > 0.5                False for every token, until the gate has learned to open
+    weight, expert = router(x).topk(2)           each expert has tokens in every part, until one is chosen by few
 
 Each is a call, known by its line and its number there, so that a whole run and one on a part can show others. Shown, an ordered comparison is
-with another number, which about half of the crop's tokens are below; another outcome is turned at tokens that are the same in both runs.
+with another number, which about half of the crop's tokens are below; another outcome is turned at tokens that are the same in both runs. Of
+what tokens choose, one choice is left to a token of each row, in the first part: the others have none of it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
@@ -32,14 +34,14 @@ _ORDERED, _EQUAL = {"lt", "le", "gt", "ge"}, {"eq", "ne"}
 _TRUTHS = _ORDERED | _EQUAL | {"isin", "isnan", "isinf", "isfinite", "isclose", "signbit"}
 # Functions that give a whole number for each token, of which 0 and 1 are as good as any.
 _CLASSES = {"argmax", "argmin", "floor_divide", "floordiv", "remainder", "mod", "bitwise_and", "and", "bucketize"}
+# Functions that give each token's choice among a few, alone or behind its value.
+CHOICES = {"argmax", "argmin", "max", "min", "topk"}
+_MOST_CHOICES, _MOST_TRUTHS = 256, 2**16
 # Functions that look up an index in a table, by the places of the table and of the index.
 _LOOKUPS = {"getitem": (0, 1), "take": (0, 1), "embedding": (1, 0)}
 _MOST = 2**20
 # Of an odd row's tokens one in so many has another outcome.
 _ONE_IN = 8
-
-# What an ordered comparison is shifted by, or what is looked up elsewhere; of what is turned nothing.
-Other = float | int | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,46 @@ class Tokens:
         return of_crop[self.first_row :, self.positions.clamp(max=self.length - 1)].reshape(to)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Truths:
+    """Which of a crop's tokens something is true of: by this it is known wherever it is asked, in a loop that a part leaves earlier, too.
+
+    Args:
+        outcomes: of rows and tokens, (rows, length, ...) bool.
+        rare: which outcome is left to one token of each row.
+        seed: of these tokens.
+    """
+
+    outcomes: Tensor
+    rare: bool
+    seed: int
+
+    @classmethod
+    def of_crop(cls, output: Tensor, tokens: Tokens, call: Call) -> Truths | None:
+        """Return those of a whole crop; None where they are too many, or in another order."""
+        outcomes = None if output.numel() > _MOST_TRUTHS else _by_tokens(output, tokens)
+        return None if outcomes is None else cls(outcomes=outcomes, rare=True, seed=_seed(call))
+
+    def shown(self, output: Tensor, tokens: Tokens) -> Tensor | None:
+        """Return other outcomes for a run's tokens; None where its own are not these."""
+        found, known = _by_tokens(output, tokens), tokens.positions < tokens.length
+        if found is None:
+            return None
+        rows = self.outcomes[tokens.first_row : tokens.first_row + tokens.rows]
+        if not torch.equal(found[:, known], rows[:, tokens.positions[known]]):
+            return None
+        turned = replace(tokens, once=True).turned(output.shape, self.seed)
+        assert turned is not None
+        return (turned.to(output.device) == self.rare).expand(output.shape)
+
+
+# What an ordered comparison is shifted by, or what is looked up elsewhere; a choice that few tokens have, and what the others have in its place;
+# a truth; of what is turned nothing.
+Other = float | int | tuple[int, int] | Truths | None
+
+
 class UniformOutcomes(TorchFunctionMode):
-    """Notes the user's calls that give one outcome for all tokens, and shows others in those that are to show them.
+    """Notes the user's calls that give one outcome for all tokens, or a few, and shows others in those that are to show them.
 
     Args:
         tokens: that the run has.
@@ -131,6 +171,7 @@ class UniformOutcomes(TorchFunctionMode):
         super().__init__()
         self.found: dict[Call, Other] = {}
         self._tokens, self._shown, self._follows = tokens, shown, follows
+        self._truths = [other for other in shown.values() if isinstance(other, Truths)]
         self._numbers: Counter[tuple[str, int, str]] = Counter()
 
     def __torch_function__(
@@ -148,6 +189,9 @@ class UniformOutcomes(TorchFunctionMode):
         key = (*place, name)
         call = Call(*key, self._numbers[key])
         self._numbers[key] += 1
+        if self._truths:
+            shown = (each.shown(of_tokens, self._tokens) for each in self._truths if name in _TRUTHS)
+            return next((each for each in shown if each is not None), output)
         if call in self._shown:
             return self._other(call, self._shown[call], function, (args, kwargs), output)
         if self._follows:
@@ -156,33 +200,57 @@ class UniformOutcomes(TorchFunctionMode):
             is_known, other = _other_of(name, args, kwargs, output)
             if is_known:
                 self.found[call] = other
+        elif name in _TRUTHS and not call.number:
+            if (truths := Truths.of_crop(of_tokens, self._tokens, call)) is not None:
+                self.found[call] = truths
+        elif name in CHOICES and 1 < len(several := torch.unique(of_tokens)) <= _MOST_CHOICES:
+            self.found[call] = int(several[-1]), int(several[0])
         return output
 
-    def _other(self, call: Call, other: Other, function: Any, given: tuple[Any, Any], output: Tensor) -> Tensor:
+    def _other(self, call: Call, other: Other, function: Any, given: tuple[Any, Any], output: Any) -> Any:
         args, kwargs = given
-        if call.function in _ORDERED | _EQUAL and other is not None:
-            shifted: Tensor = function(args[0] - other, *args[1:], **kwargs)
-            return shifted
-        index = args[_LOOKUPS[call.function][1]] if call.function in _LOOKUPS else output
-        turned = self._tokens.turned(index.shape, crc32(f"{call.function} {call.line} {call.number}".encode()))
+        if call.function in _ORDERED | _EQUAL and isinstance(other, (int, float)):
+            return function(args[0] - other, *args[1:], **kwargs)
+        index = _of_tokens(call.function, args, output)
+        assert index is not None
+        tokens = replace(self._tokens, once=True) if isinstance(other, tuple) else self._tokens
+        turned = tokens.turned(index.shape, _seed(call))
         assert turned is not None
         turned = turned.to(index.device)
         if call.function not in _LOOKUPS:
-            return torch.where(turned, output.logical_not() if output.dtype is torch.bool else output ^ 1, output)
-        assert other is not None
+            if isinstance(other, tuple):
+                rare, common = other
+                shown = torch.where(turned, rare, torch.where(index == rare, common, index)).to(index.dtype)
+            else:
+                shown = torch.where(turned, index.logical_not() if index.dtype is torch.bool else index ^ 1, index)
+            return shown if isinstance(output, Tensor) else type(output)((output[0], shown))
+        assert isinstance(other, int)
         replaced = [*args]
-        replaced[_LOOKUPS[call.function][1]] = torch.where(turned, int(other), index)
-        found: Tensor = function(*replaced, **kwargs)
-        return found
+        replaced[_LOOKUPS[call.function][1]] = torch.where(turned, other, index)
+        return function(*replaced, **kwargs)
+
+
+def _seed(call: Call) -> int:
+    return crc32(f"{call.function} {call.line} {call.number}".encode())
+
+
+def _by_tokens(output: Tensor, tokens: Tokens) -> Tensor | None:
+    """Return outcomes of rows and tokens, (B, s, ...) or (B * s, ...), as (B, s, n) on the host; None of others."""
+    rows, length = tokens.rows, len(tokens.positions)
+    if (not output.dim() or output.shape[0] != rows * length) and output.shape[:2] != (rows, length):
+        return None
+    return output.detach().reshape(rows, length, -1).cpu()
 
 
 def _of_tokens(name: str, args: tuple[Any, ...], output: Any) -> Tensor | None:
-    """Return what has an outcome for each token: the result, or what is looked up."""
+    """Return what has an outcome for each token: the result, or what is looked up, or chosen."""
+    if name in CHOICES and isinstance(output, tuple):
+        output = output[1]
     if type(output) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(output) or not output.numel():
         return None
     if name in _TRUTHS:
         return output if output.dtype is torch.bool else None
-    if name in _CLASSES:
+    if name in _CLASSES | CHOICES:
         return None if output.is_floating_point() or output.is_complex() or output.dtype is torch.bool else output
     if name not in _LOOKUPS or len(args) < 2:
         return None
@@ -192,15 +260,15 @@ def _of_tokens(name: str, args: tuple[Any, ...], output: Any) -> Tensor | None:
     return index if index.dtype in (torch.int64, torch.int32) and len(table) > 1 and table.numel() <= _MOST else None
 
 
-def _is_uniform(name: str, of_tokens: Tensor, output: Tensor) -> bool:
+def _is_uniform(name: str, of_tokens: Tensor, output: Any) -> bool:
     """Return whether all tokens have one outcome: of what is looked up the same row of the table, or others that are alike."""
     if name not in _LOOKUPS:
-        return bool((output == output.flatten()[0]).all())
+        return bool((of_tokens == of_tokens.flatten()[0]).all())
     found = output.detach().reshape(of_tokens.numel(), -1)
     return bool((found == found[0]).all())
 
 
-def _other_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> tuple[bool, Other]:
+def _other_of(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> tuple[bool, Other]:
     """Return whether a call can show other outcomes, and how."""
     if name in _LOOKUPS:
         table, index = (args[place].detach() for place in _LOOKUPS[name])

@@ -6,6 +6,7 @@ import math
 import warnings
 from bisect import bisect
 from collections import Counter
+from fractions import Fraction
 from functools import partial
 from math import exp
 from typing import Any
@@ -21,6 +22,9 @@ from tests.trainer.tiny import VOCAB, HuggingFaceLlama, Plain, TokenDataset, _fu
 
 ROWS, TOKENS = 4, 16
 RARE, LAST = 7, VOCAB - 1
+OF_LAYERS = (
+    *("count of a layer", "array of a layer", "fraction of a layer", "tokens of a layer", "experts in use", "truth of a layer"),
+)  # fmt: skip
 
 
 class Doubling(nn.Module):
@@ -58,8 +62,19 @@ class OfExperts(nn.Module):
         self.kind, self.experts = kind, nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "count of a layer":
-            return x / 2 if int((x > -100).sum()) > 40 * 32 else x
+        match self.kind:
+            case "count of a layer":
+                return x / 2 if int((x > -100).sum()) > 40 * 32 else x
+            case "fraction of a layer":
+                return x / 2 if Fraction((x > -100).sum().item(), 64 * 32) > Fraction(5, 8) else x
+            case "array of a layer":
+                return x / 2 if (x > -100).sum((1, 2)).numpy().sum() > 40 * 32 else x
+            case "tokens of a layer":
+                return x / 2 if sum(each > -100 for each in x.detach().flatten().tolist()) > 40 * 32 else x
+            case "experts in use":
+                return x / len(x.detach()[..., :3].argmax(-1).unique())
+            case "truth of a layer":
+                return x / 2 if (x.detach()[..., 0] > 0).any() else x
         tokens = x.flatten(0, 1)
         kinds = (tokens.detach()[:, 0] * 10).long() % 3
         order, counts = kinds.argsort(stable=True), kinds.bincount(minlength=3)
@@ -92,7 +107,7 @@ class Dealing(nn.Module):
 class Deciding(Plain):
     def __init__(self, kind: str) -> None:
         models = {"hugging face": HuggingFaceLlama, "layer": Doubling, "activation": Bounded}
-        models |= {each: partial(Dealing, each) for each in ("count of a layer", "dealing", "capacity")}
+        models |= {each: partial(Dealing, each) for each in ("dealing", "capacity", *OF_LAYERS)}
         super().__init__(models.get(kind, tiny_llama))
         self.kind, self.many = kind, False
         self.flags: dict[str, Any] = {}

@@ -54,7 +54,7 @@ DECIDING = [
     "text",
     "rounds",
     "key",
-    "count of a layer",
+    *ranks.OF_LAYERS,
 ]
 
 
@@ -69,7 +69,7 @@ def assert_same(found, plain):
 VARIANTS = {
     "array", "both", "bounded", "counter", "divided", "int", "number of numpy", "numel", "phase", "prod", "rare of Python", "rows",
     "size", "weight", "item", "where", "numpy", "each row", "losses of tokens",
-    "broken off", "bisect", "rounds",
+    "broken off", "bisect", "rounds", "fraction of a layer",
 }  # fmt: skip
 
 

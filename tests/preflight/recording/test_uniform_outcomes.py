@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.layout import SequenceLayout, positions
-from lightning_sp.preflight.recording.uniform_outcomes import Tokens, UniformOutcomes
+from lightning_sp.preflight.recording.uniform_outcomes import Tokens, Truths, UniformOutcomes
 
 ROWS, LENGTH, LAYOUT = 4, 16, SequenceLayout(ring_size=2)
 IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 40
@@ -78,8 +78,60 @@ def test_what_a_part_counts_itself_is_other_in_the_part():
     assert not torch.equal(part, whole[:, tokens(1).positions])
 
 
-def test_outcomes_that_are_mixed_learned_or_of_no_tokens_are_left():
+SEVERAL = {
+    "argmax": lambda x: x.argmax(-1),
+    "max": lambda x: x.max(-1).indices,
+    "topk": lambda x: x.topk(1).indices[..., 0],
+    "truth": lambda x: x[..., 0] > 0,
+    "truth of a row": lambda x: (x[..., 0] > 0).view(ROWS, -1),
+}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_one_of_several_outcomes_is_left_to_a_token_of_each_row(kind):
+    choose = SEVERAL[kind]
+    logits = torch.randn(ROWS, LENGTH, 3, generator=torch.Generator().manual_seed(0))
+    with UniformOutcomes(tokens(None), {}) as noted:
+        before = choose(logits)
+    with UniformOutcomes(tokens(None), noted.found):
+        whole = choose(logits)
+    [other] = noted.found.values()
+    rare, common = (True, False) if isinstance(other, Truths) else other
+    assert ((whole == rare).sum(1) == 1).all()
+    assert (whole == common).any()
+    others = (before != rare) & (whole != rare)
+    assert torch.equal(whole[others], before[others])
+    for rank in range(2):
+        with UniformOutcomes(tokens(rank), noted.found):
+            part = choose(logits[:, tokens(rank).positions])
+        assert torch.equal(part, whole[:, tokens(rank).positions])
+        assert (part == rare).any() == (rank == 0)
+
+
+def test_a_truth_is_known_by_its_tokens_wherever_it_is_asked():
+    """A part that leaves a loop earlier has another one's call under the same number."""
+    values = VALUES - VALUES.mean()
+
+    def asked(rank: int | None, skips: bool) -> Tensor:
+        at = tokens(rank).positions
+        for other in (5.0, 0.0):
+            if skips and other:
+                continue
+            found = values[:, at] > other
+        return found
+
+    with UniformOutcomes(tokens(None), {}) as noted:
+        asked(None, skips=True)
+    with UniformOutcomes(tokens(None), noted.found):
+        whole = asked(None, skips=False)
+    with UniformOutcomes(tokens(1), noted.found):
+        part = asked(1, skips=True)
+    assert (whole.sum(1) == 1).all()
+    assert torch.equal(part, whole[:, tokens(1).positions])
+
+
+def test_outcomes_that_are_learned_or_of_no_tokens_are_left():
     table = nn.Parameter(TABLE)
     with UniformOutcomes(tokens(None), {}) as noted:
-        _ = (IDS > 20, table[IDS], IDS.amax(1) > 90, TABLE == 5, (IDS[:, :, None] - IDS[:, None]) > 90)
+        _ = (table[IDS], IDS.amax(1) > 90, TABLE == 5, (IDS[:, :, None] - IDS[:, None]) > 90)
     assert not noted.found

@@ -38,6 +38,7 @@ from lightning_sp.preflight.recording.numbers_read.read_numbers import (
     TRUTHS,
 )
 from lightning_sp.preflight.recording.numbers_read.shown_functions import told_to_libraries
+from lightning_sp.preflight.recording.numbers_read.tracked_arrays import tracked_array
 from lightning_sp.preflight.recording.numbers_read.tracked_numbers import (
     TIMES,
     Budget,
@@ -176,6 +177,8 @@ class ForcedNumbers(TorchFunctionMode):
             )
         if name in ARRAYS and output.dtype.kind == "b":
             return output if not self._larger else np.ones_like(output)
+        if name in ARRAYS and line.of_layer and output.size > 1 and output.dtype.kind in "iu":
+            return tracked_array(output, budget)  # it has as many tokens for each expert as it says
         # A plain number cannot be told from others: one that is larger shows what a comparison would.
         if args[0].is_floating_point() and not name.startswith("__i"):
             return far_from_float(output, larger=self._larger)

@@ -41,6 +41,11 @@ class Line(NamedTuple):
         return self.is_installed or self.of_layer
 
     @property
+    def is_hidden(self) -> bool:
+        """Whether a layer makes something of its tokens' numbers in Python or NumPy, of which nobody sees whether it is each token's own."""
+        return self.of_layer and self.of_tokens
+
+    @property
     def is_read(self) -> bool:
         """Whether a step has a number of Python's own by it, of which nobody sees what C makes. A layer's may be a size of its tokens."""
         return self.function in READS and not (self.of_tokens or self.of_layer or self.is_installed)
@@ -67,7 +72,7 @@ def numbers_of_parts(whole: ReadNumbers, sharded: ReadNumbers, groups: int) -> d
         before = whole.calls.get(call)
         alike = read.numbers == 1 or (before is not None and before.numbers in (read.numbers, groups * read.numbers))
         line = Line(*call[:3], read.counted, not alike, read.of_layer)
-        handed_over = call.function in ARRAYS and not (line.is_installed or line.of_layer)
+        handed_over = call.function in ARRAYS and not line.is_installed
         if (alike or handed_over) and read.leaves & split:
             found[line] += 1
     return dict(found)

@@ -217,9 +217,8 @@ class ReadNumbers(TorchFunctionMode):
         if name not in COMPARISONS | STEPS | TRUTHS | NUMBERS | SIZES:
             return
         of_layer = of_layers and not self._is_of_module(sys._getframe(2))
-        is_size = name == "__index__" or (name in ARRAYS - READS and given.numel() > 1)
-        if of_layer and is_size and not given.is_floating_point():
-            return  # of how many tokens a slice of a layer is, or what each expert has
+        if of_layer and name == "__index__" and not given.is_floating_point():
+            return  # of how many tokens a slice of a layer is
         if torch._C._functorch.is_batchedtensor(output if isinstance(output, Tensor) else given):
             return  # torch.vmap shows one of many, by which Python cannot decide
         counted = name in SIZES and given in self._counted

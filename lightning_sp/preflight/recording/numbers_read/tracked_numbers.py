@@ -174,6 +174,7 @@ _OVER = {
     **{f"__{name}__": _computed(name) for name in ("neg", "abs")},
     **{f"__{name}__": _rounded(name) for name in ("floordiv", "round", "floor", "ceil", "trunc", "int")},
     "as_integer_ratio": _ratio,
+    "numerator": property(lambda self: self),  # by which `fractions` takes it
     "__hash__": _hash,
     "budget": Budget(0, larger=False),  # of what `statistics` makes of them, which is what it is
     "__bool__": lambda self: self.budget.decided("ne", 0, self.plain.__bool__(self)),

@@ -620,8 +620,8 @@ PREFLIGHT = (
     fault(
         "a fraction of a number of tokens, which is a plain one",
         "preflight/recording/numbers_read/tracked_numbers.py",
-        '    "numerator": property(lambda self: self),',
-        '    "numerator": property(int),',
+        '    "numerator": property(lambda self: self),  # by which `fractions` takes it\n',
+        "",
         "tests/preflight/recording/test_tracked_numbers.py::test_a_fraction_of_a_tracked_number_is_compared_as_that[True]",
     ),
     fault(

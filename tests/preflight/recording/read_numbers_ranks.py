@@ -12,7 +12,6 @@ from math import exp
 from typing import Any
 
 import numpy as np
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

@@ -48,6 +48,7 @@ class Contestant:
         environ: of its processes.
         environment: the folder of its environment.
         budgeted: it is given the budget, and says itself how long a sequence that holds: no line is drawn.
+        least_world: ranks that it needs.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Contestant:
     environ: tuple[tuple[str, str], ...] = ()
     environment: str = ""
     budgeted: bool = False
+    least_world: int = 1
 
 
 def ours(name: str, lengths: tuple[int, ...] = (2048, 4096, 8192), **options: Any) -> Contestant:
@@ -69,6 +71,10 @@ PARTS = ("blocks", "loss", "rest")
 SHORT, LONG = (512, 1024, 2048), (4096, 8192, 16384)
 # At fewer tokens the line of tiled blocks is flatter.
 TILED = (8192, 12288, 16384)
+EVERY_SWITCH: dict[str, Any] = dict(
+    activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk", activation_loading_horizon=2,
+    ulysses_stages=8, stage_inputs="recomputed",
+)  # fmt: skip
 CONTESTANTS = (
     Contestant("plain FSDP2", "fsdp2", "", SHORT),
     Contestant("FSDP2, checkpointing", "fsdp2", "checkpoint", (1024, 2048, 4096)),
@@ -91,10 +97,9 @@ CONTESTANTS = (
         "full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto", activation_offload="disk",
         activation_loading_horizon=2,
     ),
-    ours(
-        "stages made again, full, tiled MLPs, inputs on disk", TILED, activation_checkpointing="full", mlp_tile_tokens="auto",
-        activation_offload="disk", activation_loading_horizon=2, ulysses_stages=8, stage_inputs="recomputed",
-    ),
+    ours("stages made again, full, tiled MLPs, inputs on disk", TILED, **EVERY_SWITCH),
+    # A stage has a head of all tokens of a Ulysses group: beside a ring of 2 of half as many.
+    replace(ours("and a ring of 2 beside Ulysses", TILED, **EVERY_SWITCH, ring_size=2), least_world=4),
 )  # fmt: skip
 
 
@@ -223,13 +228,14 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help="whole sequences that are measured")
     parser.add_argument("--confirm", nargs="+", default=[], metavar="NAME", help="at the first budget")
     given = parser.parse_args()
-    chosen = [each for each in CONTESTANTS if each.name.startswith(tuple(given.only or [""]))]
+    enough = [each for each in CONTESTANTS if each.least_world <= given.world]
+    chosen = [each for each in enough if each.name.startswith(tuple(given.only or [""]))]
     if given.lengths:
         chosen = [
             replace(each, lengths=tuple(length * 2 // given.world for length in given.lengths)) for each in chosen
         ]
     if not chosen:
-        raise SystemExit(f"no contestant is called {given.only}: {', '.join(each.name for each in CONTESTANTS)}")
+        raise SystemExit(f"no contestant is called {given.only}: {', '.join(each.name for each in enough)}")
     table(chosen, given.world, given.vocabulary, given.budgets, given.confirm)
 
 

@@ -618,6 +618,13 @@ PREFLIGHT = (
         f"{READ}_reads_whole_sequences[tokens of a layer]",
     ),
     fault(
+        "a mean of classes that words of the vocabulary keep from being small",
+        "preflight/recording/numbers_read/forced_numbers.py",
+        "torch.iinfo(x.dtype).max) if larger else 0",
+        "torch.iinfo(x.dtype).max)",
+        f"{READ}_reads_whole_sequences[mean of classes]",
+    ),
+    fault(
         "a fraction of a number of tokens, which is a plain one",
         "preflight/recording/numbers_read/tracked_numbers.py",
         '    "numerator": property(lambda self: self),  # by which `fractions` takes it\n',

@@ -54,6 +54,7 @@ DECIDING = [
     "text",
     "rounds",
     "key",
+    "mean of classes",
     *ranks.OF_LAYERS,
 ]
 

@@ -197,7 +197,9 @@ def _of_more_tokens(x: Tensor, num_words: int, *, larger: bool) -> Tensor:
     if x.is_floating_point() or x.dtype is torch.bool:
         between = torch.stack([low, high])
     else:
-        first, end = min(int(low), 0), max(int(high) + 1, min(num_words, torch.iinfo(x.dtype).max))
+        # Words that the tokens lack are there where numbers are larger alone: they would make a mean of classes no smaller one.
+        words = min(num_words, torch.iinfo(x.dtype).max) if larger else 0
+        first, end = min(int(low), 0), max(int(high) + 1, words)
         between = torch.arange(first, min(end, first + _BETWEEN), device=x.device).to(x.dtype)
     # One that is rare, as often as there are tokens.
     between = between.repeat(max(1, min(x.shape[dim], _BETWEEN // len(between))))

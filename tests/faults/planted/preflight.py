@@ -622,7 +622,7 @@ PREFLIGHT = (
         "preflight/recording/numbers_read/forced_numbers.py",
         "torch.iinfo(x.dtype).max) if larger else 0",
         "torch.iinfo(x.dtype).max)",
-        f"{READ}_reads_whole_sequences[mean of classes]",
+        "tests/preflight/recording/test_read_numbers.py::test_of_more_tokens_a_mean_of_classes_is_small_or_large",
     ),
     fault(
         "a fraction of a number of tokens, which is a plain one",

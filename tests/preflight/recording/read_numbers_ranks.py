@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import warnings
 from bisect import bisect
 from collections import Counter
@@ -159,8 +158,6 @@ class Deciding(Plain):
                 return np.unique(np.asarray(ids)).size > 32
             case "set":
                 return len(set(ids.flatten().tolist())) > 32
-            case "mean of classes":
-                return statistics.mean((ids % 4).flatten().tolist()) > 1
             case "counter":
                 return Counter(ids.flatten().tolist()).most_common(1)[0][1] > 3
             case "number of numpy":

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from lightning_sp.preflight.recording.hidden_terms import Call
+from lightning_sp.preflight.recording.numbers_read.forced_numbers import _of_more_tokens
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_groups
 from lightning_sp.preflight.recording.numbers_read.read_numbers import Read, ReadNumbers
 from tests.preflight.recording import read_numbers_ranks as ranks
 from tests.slow import slow
+from tests.trainer.tiny import VOCAB
 
 RING, ULYSSES = {"ring_size": 2}, {"ulysses_size": 2}
 DECIDING = [
@@ -54,7 +56,6 @@ DECIDING = [
     "text",
     "rounds",
     "key",
-    "mean of classes",
     *ranks.OF_LAYERS,
 ]
 
@@ -174,3 +175,10 @@ def test_a_librarys_loop_over_what_it_has_found_decides_by_none_of_it():
         experts(tokens, chosen + 0 * tokens[:, :1].long(), tokens[:, :1])
     assert "greater" in {call.function for call in noted.calls}
     assert not {"eq", "__bool__"} & {call.function for call in noted.calls}
+
+
+def test_of_more_tokens_a_mean_of_classes_is_small_or_large():
+    classes = torch.arange(64) % 4
+    means = [_of_more_tokens(classes, VOCAB, larger=larger).double().mean() for larger in (False, True)]
+    assert means[0] < 0.2
+    assert means[1] > 2.9

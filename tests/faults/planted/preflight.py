@@ -618,6 +618,13 @@ PREFLIGHT = (
         f"{READ}_reads_whole_sequences[tokens of a layer]",
     ),
     fault(
+        "a count that is as good as none for a sigmoid, shown as it is",
+        "preflight/recording/numbers_read/read_numbers.py",
+        '"softshrink", "hardshrink", "histc", "sigmoid"),',
+        '"softshrink", "hardshrink", "histc"),',
+        f"{READ}_reads_whole_sequences[sigmoid of a layer]",
+    ),
+    fault(
         "a mean of classes that words of the vocabulary keep from being small",
         "preflight/recording/numbers_read/forced_numbers.py",
         "torch.iinfo(x.dtype).max) if larger else 0",
@@ -636,7 +643,7 @@ PREFLIGHT = (
         "preflight/differences/other_outcomes.py",
         "= [{**choices}] if choices and asked else []",
         "= []",
-        f"{READ}_reads_whole_sequences[experts in use]",
+        f"{READ}_reads_whole_sequences[experts in use of a layer]",
     ),
     fault(
         "a truth that no token of a part has, never tried",

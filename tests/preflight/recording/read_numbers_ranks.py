@@ -22,9 +22,9 @@ from tests.trainer.tiny import VOCAB, HuggingFaceLlama, Plain, TokenDataset, _fu
 
 ROWS, TOKENS = 4, 16
 RARE, LAST = 7, VOCAB - 1
-OF_LAYERS = (
-    *("count of a layer", "array of a layer", "fraction of a layer", "tokens of a layer", "experts in use", "truth of a layer"),
-)  # fmt: skip
+OF_LAYERS = [
+    f"{each} of a layer" for each in ("count", "array", "fraction", "sigmoid", "tokens", "experts in use", "truth")
+]
 
 
 class Doubling(nn.Module):
@@ -65,6 +65,8 @@ class OfExperts(nn.Module):
         match self.kind:
             case "count of a layer":
                 return x / 2 if int((x > -100).sum()) > 40 * 32 else x
+            case "sigmoid of a layer":
+                return x * (1 + torch.sigmoid(100.0 * ((x > -100).sum() - 40 * 32)))
             case "fraction of a layer":
                 return x / 2 if Fraction((x > -100).sum().item(), 64 * 32) > Fraction(5, 8) else x
             case "array of a layer":
@@ -72,7 +74,7 @@ class OfExperts(nn.Module):
             case "tokens of a layer":
                 weights = np.ones(x.shape[:2])
                 return x / 2 if (weights * (x.detach()[..., 0].numpy() > -100)).sum() > 40 else x
-            case "experts in use":
+            case "experts in use of a layer":
                 return x / len(x.detach()[..., :3].argmax(-1).unique())
             case "truth of a layer":
                 return x / 2 if (x.detach()[..., 0] > 0).any() else x

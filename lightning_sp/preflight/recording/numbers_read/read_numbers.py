@@ -40,10 +40,36 @@ COMPARISONS = {
     *("gt", "ge", "lt", "le", "eq", "ne", "greater", "greater_equal", "less", "less_equal", "not_equal"),
     *("any", "all", "isclose"),
 }
-# Functions that give one number for many: a step, or a bound.
+# Functions that give one number for many: a step, or a bound, or one that rounding makes one.
 STEPS = {
     *("floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "sign", "sgn", "heaviside", "bucketize"),
-    *("searchsorted", "long", "int", "short", "clamp", "clamp_min", "clamp_max", "clip", "relu", "maximum", "minimum"),
+    *(
+        "searchsorted",
+        "long",
+        "int",
+        "short",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "clip",
+        "maximum",
+        "minimum",
+        "fmax",
+        "fmin",
+    ),
+    *(
+        "relu",
+        "relu6",
+        "hardtanh",
+        "hardsigmoid",
+        "hardswish",
+        "threshold",
+        "softshrink",
+        "hardshrink",
+        "histc",
+        "sigmoid",
+    ),
+    *("log_sigmoid", "expit", "tanh", "exp", "expm1", "erf", "softplus", "elu", "celu", "selu", "gelu", "silu", "mish"),
 }
 # Functions by which Python reads one: a truth, or a number.
 TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}

@@ -620,8 +620,8 @@ PREFLIGHT = (
     fault(
         "a count that is as good as none for a sigmoid, shown as it is",
         "preflight/recording/numbers_read/read_numbers.py",
-        '"softshrink", "hardshrink", "histc", "sigmoid"),',
-        '"softshrink", "hardshrink", "histc"),',
+        '    "sigmoid log_sigmoid expit',
+        '    "log_sigmoid expit',
         f"{READ}_reads_whole_sequences[sigmoid of a layer]",
     ),
     fault(
@@ -804,7 +804,7 @@ PREFLIGHT = (
     fault(
         "words that the crop lacks, not handed to Python",
         "preflight/recording/numbers_read/forced_numbers.py",
-        "max(int(high) + 1, min(num_words, torch.iinfo(x.dtype).max))",
+        "max(int(high) + 1, words)",
         "int(high) + 1",
         f"{READ}_reads_whole_sequences[last of Python]",
     ),

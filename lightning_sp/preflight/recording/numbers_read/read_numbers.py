@@ -43,33 +43,10 @@ COMPARISONS = {
 # Functions that give one number for many: a step, or a bound, or one that rounding makes one.
 STEPS = {
     *("floor", "ceil", "round", "trunc", "fix", "floordiv", "floor_divide", "sign", "sgn", "heaviside", "bucketize"),
-    *(
-        "searchsorted",
-        "long",
-        "int",
-        "short",
-        "clamp",
-        "clamp_min",
-        "clamp_max",
-        "clip",
-        "maximum",
-        "minimum",
-        "fmax",
-        "fmin",
-    ),
-    *(
-        "relu",
-        "relu6",
-        "hardtanh",
-        "hardsigmoid",
-        "hardswish",
-        "threshold",
-        "softshrink",
-        "hardshrink",
-        "histc",
-        "sigmoid",
-    ),
-    *("log_sigmoid", "expit", "tanh", "exp", "expm1", "erf", "softplus", "elu", "celu", "selu", "gelu", "silu", "mish"),
+    *("searchsorted", "long", "int", "short", "clamp", "clamp_min", "clamp_max", "clip", "maximum", "minimum"),
+    *("fmax", "fmin", "relu", "relu6", "hardtanh", "hardsigmoid", "hardswish", "threshold", "softshrink", "hardshrink"),
+    *("histc", "log_sigmoid", "expit", "tanh", "exp", "expm1", "erf", "softplus", "elu", "celu", "selu", "gelu"),
+    *("sigmoid", "silu", "mish"),
 }
 # Functions by which Python reads one: a truth, or a number.
 TRUTHS = {"__bool__", "is_nonzero", "contains", "equal", "allclose"}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_sp import comm
 from lightning_sp.data.batch.contents.entries import plain_entries
 
 # Numbers at a time, which a core's cache holds.
@@ -17,12 +18,22 @@ _FIRST, _OF_PLACES, _LAST = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB64
 
 
 def digest(batch: Any) -> int:
-    """Return a number that differs, almost surely, between different batches: by their tensors, and arrays of numbers of numpy's."""
-    total = 0
-    for index, value in enumerate(plain_entries(batch).values()):
+    """Return a number that differs, almost surely, between different batches: by their tensors, numpy's arrays of numbers, and numbers."""
+    entries = plain_entries(batch)
+    plain = {name: found for name, value in entries.items() if (found := _plain_numbers(value)) is not None}
+    total = comm.digest_of(plain) if plain else 0
+    for index, value in enumerate(entries.values()):
         for part, flat in enumerate(_numbers(value)):
             total ^= _of_numbers(flat, 97 * (index + 1) + 131 * part)
     return total & 0x7FFFFFFFFFFFFFFF
+
+
+def _plain_numbers(value: Any) -> Any:
+    """Return a number of Python's or NumPy's, and those of a list; None of anything else."""
+    if isinstance(value, (list, tuple)):
+        found = [_plain_numbers(each) for each in value]
+        return None if all(each is None for each in found) else found
+    return complex(value) if isinstance(value, (int, float, np.number)) else None
 
 
 def _of_numbers(flat: Tensor, salt: int) -> int:

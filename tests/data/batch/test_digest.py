@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
@@ -26,15 +28,17 @@ X = torch.tensor([[0.5, -2.0], [1.5, 3.0]])
         pytest.param(torch.eye(3).to_sparse(), torch.eye(3).flip(0).to_sparse(), id="sparse places"),
         pytest.param(X.numpy(), X.numpy()[::-1], id="arrays"),
         pytest.param(X.bool(), X > 1, id="booleans"),
+        pytest.param(0.5, 0.25, id="a number of Python's"),
+        pytest.param([3, 5], [3, 6], id="numbers of a list"),
+        pytest.param(np.float64(0.5), np.float64(-0.5), id="a number of numpy's"),
+        pytest.param(True, False, id="a flag"),
         pytest.param(LONG, LONG.roll(2**16), id="blocks of a long row"),
         pytest.param(LONG, LONG.index_fill(0, torch.tensor([150_000]), 1.0), id="one number behind the first block"),
     ],
 )
 def test_other_numbers_have_another_digest(one, other):
     first = {"input_ids": ROWS, "x": one}
-    assert digest(first) == digest(
-        {"input_ids": ROWS.clone(), "x": one.copy() if isinstance(one, np.ndarray) else one.clone()}
-    )
+    assert digest(first) == digest({"input_ids": ROWS.clone(), "x": deepcopy(one)})
     assert digest(first) != digest({"input_ids": ROWS, "x": other})
 
 

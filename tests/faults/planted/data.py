@@ -138,6 +138,13 @@ DATA = (
         f"{REFUSED}[different samples-]",
     ),
     fault(
+        "numbers of Python's in a batch, not compared",
+        "data/batch/digest.py",
+        "    total = comm.digest_of(plain) if plain else 0\n",
+        "    total = 0\n",
+        "tests/data/batch/test_digest.py::test_other_numbers_have_another_digest[a flag]",
+    ),
+    fault(
         "a stream read by every rank",
         "data/loaders/same_samples.py",
         "    )\n    return found\n",

@@ -1,6 +1,7 @@
 """Parameters that a user keeps in attributes from before they are sharded: `self.penalised = list(self.model.parameters())`.
 
-Sharding makes new parameters. The old ones would be read on, never trained, without a word: a run finds the new ones in their places.
+Sharding makes new parameters. The old ones would be read on, never trained, without a word: a run finds the new ones in their places, with
+what the user has noted on the old ones (`weight._no_weight_decay = True`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ class CapturedParameters:
 
     def renew(self) -> None:
         """Put what the modules hold by now in the place of each, in lists, tuples, dicts and objects that attributes hold."""
+        for module, name, before in self._owners.values():
+            if (now := module._parameters.get(name)) is not None and now is not before:
+                vars(now).update(vars(before))
         seen: set[int] = set()
         for module in self._root.modules():
             own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}

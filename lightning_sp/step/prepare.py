@@ -70,6 +70,7 @@ from lightning_sp.parallelize import (
     remember_layout,
     run_as_written,
     shard_model,
+    share_attributes,
     split_model,
     take_over_checkpointing,
     tensor_parallel,
@@ -130,6 +131,7 @@ def lay_out_model(
     layout, shard_size = ParameterLayout.of(config, world), resolve_shard_size(config, world)
     if (before := parameter_layout(module)) is not None:
         check_layout(before, layout)
+        share_attributes(module)
         _use_group(module, group)
         block_checkpoints(module).use(config.checkpoint_policy)
         return
@@ -158,6 +160,7 @@ def lay_out_model(
     _to_device(module, device, shards_on)
     make_fsdp_root(module)
     captured.renew()
+    share_attributes(module)
     if config.exclude_frozen_parameters:
         note_built(module, group)
     refuse_live_saves(module)

@@ -9,6 +9,7 @@ from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.freed_behind_runs import freed_behind_run
 from lightning_sp.parallelize.fsdp.inner_backward import gathering_again, gradients_of_weights, without_reduction
+from lightning_sp.parallelize.fsdp.parameter_attributes import share_attributes
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
 from lightning_sp.parallelize.fsdp.parameter_groups import (
     is_freed_after_forward,
@@ -65,6 +66,7 @@ __all__ = [
     "run_with_whole_parameters",
     "shard_model",
     "sharded_parameter",
+    "share_attributes",
     "told_before_freed",
     "used_as_whole",
     "used_parameters",

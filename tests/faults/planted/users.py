@@ -23,6 +23,7 @@ UPDATE = (
     "tests/step/agreement/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 )
 
+NOTED = "tests/trainer/optimizers/test_noted_parameters.py::test_attributes_of_a_weight_stay_on_it[__init__]"
 STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
@@ -870,5 +871,26 @@ USERS = (
         "total = comm.sum_over_ranks(torch.cat([sums, own]), group)",
         "total = torch.cat([sums, own])",
         "tests/trainer/averages/test_batch_norm.py::test_statistics_are_of_the_global_batch[data 2]",
+    ),
+    fault(
+        "what a user noted on a weight is lost with it",
+        "parallelize/captured_parameters.py",
+        "                vars(now).update(vars(before))\n",
+        "                pass\n",
+        NOTED,
+    ),
+    fault(
+        "what a user noted on a weight is lost to a second run",
+        "parallelize/fsdp/parameter_attributes.py",
+        "                each.sharded_param.__dict__ = own\n",
+        "                pass\n",
+        NOTED,
+    ),
+    fault(
+        "a forward does not see what a user noted on a weight",
+        "parallelize/fsdp/parameter_attributes.py",
+        "    parameter._unsharded_param.__dict__ = vars(parameter)[_OWN]\n",
+        "",
+        NOTED,
     ),
 )  # fmt: skip

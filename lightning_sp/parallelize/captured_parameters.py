@@ -1,14 +1,25 @@
-"""Parameters that a user keeps in attributes from before they are sharded: `self.penalised = list(self.model.parameters())`.
+"""Parameters that a user keeps from before they are sharded: `self.penalised = list(self.model.parameters())`, an optimizer made in `__init__`.
 
 Sharding makes new parameters. The old ones would be read on, never trained, without a word: a run finds the new ones in their places, with
 what the user has noted on the old ones (`weight._no_weight_decay = True`).
+
+    looked at   attributes and hooks of modules, attributes of the Trainer's callbacks
+    within      lists, tuples, deques, dicts and their keys, sets, objects and optimizers, what functions enclose, `functools.partial`
+    found as    a parameter, a weak reference to one, its `id()`
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Hashable
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType, ref
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 _LIBRARIES = (
     "torch",
@@ -20,7 +31,8 @@ _LIBRARIES = (
     "builtins",
     "torchmetrics",
 )
-_OF_MODULES = frozenset(vars(nn.Module()))
+# Attributes of modules that hold nothing of the user's; hooks do.
+_LEFT_OUT = frozenset({"_parameters", "_buffers", "_modules", "_trainer"})
 _DEEPEST = 4
 
 
@@ -36,39 +48,101 @@ class CapturedParameters:
         owners = [(module, name, each) for module in root.modules() for name, each in module._parameters.items()]
         # They are held, so that no other object has their number.
         self._owners = {id(each): (module, name, each) for module, name, each in owners if each is not None}
+        self._seen: set[int] = set()
 
     def renew(self) -> None:
-        """Put what the modules hold by now in the place of each, in lists, tuples, dicts and objects that attributes hold."""
+        """Put what the modules hold by now in the place of each."""
         for module, name, before in self._owners.values():
             if (now := module._parameters.get(name)) is not None and now is not before:
                 vars(now).update(vars(before))
-        seen: set[int] = set()
         for module in self._root.modules():
-            own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
-            for name, value in own.items():
-                renewed = self._renewed(value, seen, 0)
-                if renewed is not value:
-                    object.__setattr__(module, name, renewed)
+            self._renew_attributes(module, depth=0, left_out=_LEFT_OUT)
+        for callback in getattr(vars(self._root).get("_trainer"), "callbacks", ()):
+            self._renew_attributes(callback, depth=0)
 
-    def _renewed(self, value: Any, seen: set[int], depth: int) -> Any:
+    def _renew_attributes(self, holder: Any, *, depth: int, left_out: frozenset[str] = frozenset()) -> None:
+        for name, value in list(vars(holder).items()):
+            if name not in left_out and (renewed := self._renewed(value, depth)) is not value:
+                object.__setattr__(holder, name, renewed)
+
+    def _now(self, number: int) -> nn.Parameter | None:
+        """Return what stands for a parameter by now, by the number that it had."""
+        module, name, _ = self._owners.get(number, (None, "", None))
+        return None if module is None else module._parameters[name]
+
+    def _renewed(self, value: Any, depth: int) -> Any:
+        """Return what stands for a value by now: itself, changed in place, wherever that is possible."""
         if isinstance(value, nn.Parameter):
-            module, name, _ = self._owners.get(id(value), (None, "", None))
-            return value if module is None else module._parameters[name]
-        if id(value) in seen or depth > _DEEPEST or isinstance(value, (nn.Module, type)):
+            now = self._now(id(value))
+            return value if now is None else now
+        if type(value) is int:
+            now = self._now(value)
+            return value if now is None else id(now)
+        if type(value) is ReferenceType:
+            now = self._now(id(value()))
+            return value if now is None else ref(now, value.__callback__)
+        if id(value) in self._seen or depth > _DEEPEST or isinstance(value, (nn.Module, type)):
             return value
-        if isinstance(value, tuple):
-            parts = [self._renewed(each, seen, depth + 1) for each in value]
+        each: Callable[[Any], Any] = partial(self._renewed, depth=depth + 1)
+        if isinstance(value, (tuple, frozenset)):
+            parts = [each(part) for part in value]
             if all(new is old for new, old in zip(parts, value, strict=True)):
                 return value
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        seen.add(id(value))
-        if isinstance(value, (list, dict)):
-            for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
-                if (renewed := self._renewed(each, seen, depth + 1)) is not each:
-                    value[key] = renewed
-        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES:
-            for name, each in list(vars(value).items()):
-                renewed = self._renewed(each, seen, depth + 1)
-                if renewed is not each:
-                    object.__setattr__(value, name, renewed)
+        self._seen.add(id(value))
+        if not _renew_container(value, each) and not self._has_begun(value) and _is_looked_into(value):
+            self._renew_attributes(value, depth=depth + 1)
         return value
+
+    def _has_begun(self, value: Any) -> bool:
+        """Return whether an optimizer has states of whole parameters: it has stepped them, and cannot go on with shards."""
+        return isinstance(value, Optimizer) and any(id(each) in self._owners for each in value.state)
+
+
+def _renew_container(value: Any, each: Callable[[Any], Any]) -> bool:
+    """Renew what a container holds, in place; return whether the value is one.
+
+    Args:
+        value: of any class.
+        each: gives what stands for a value by now.
+    """
+    if isinstance(value, (list, deque)):
+        for place, old in enumerate(list(value)):
+            if (new := each(old)) is not old:
+                value[place] = new
+    elif isinstance(value, dict):
+        pairs = [(key, each(key) if isinstance(key, Hashable) else key, old, each(old)) for key, old in value.items()]
+        if any(key is not new for key, new, _, _ in pairs):
+            value.clear()  # so that their order stays
+        for key, new_key, old, new in pairs:
+            if key is not new_key or old is not new or new_key not in value:
+                value[new_key] = new
+    elif isinstance(value, set):
+        parts = [(old, each(old)) for old in value]
+        if any(new is not old for old, new in parts):
+            value.clear()
+            value.update(new for _, new in parts)
+    elif isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                old = cell.cell_contents
+            except ValueError:  # a name that has no value yet
+                continue
+            if (new := each(old)) is not old:
+                cell.cell_contents = new
+    elif isinstance(value, partial):
+        state = value.func, value.args, value.keywords
+        if (new := each(state)) is not state:
+            value.__setstate__((*new, vars(value)))  # type: ignore[attr-defined]
+    elif isinstance(value, MethodType):
+        each(value.__self__)
+    else:
+        return False
+    return True
+
+
+def _is_looked_into(value: Any) -> bool:
+    """Return whether an object's attributes are the user's to fill."""
+    if isinstance(value, (Optimizer, LRScheduler)):
+        return True
+    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES

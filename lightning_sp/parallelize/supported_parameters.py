@@ -141,5 +141,6 @@ def check_optimized(root: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         what = names[0] if names else "a tensor that is no parameter of the LightningModule"
         raise SequenceParallelError(
             f"an optimizer steps {what}, of shape {tuple(tensor.shape)}, which was not there when the model was sharded: no rank would add its "
-            "gradient to the others'; make it a parameter of a module in __init__ or configure_model, and freeze it until it is to learn"
+            "gradient to the others'; make it a parameter of a module in __init__ or configure_model, and freeze it until it is to learn. An "
+            "optimizer that has stepped whole weights before the run has them still: make it in configure_optimizers"
         )

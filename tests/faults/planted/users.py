@@ -23,6 +23,7 @@ UPDATE = (
     "tests/step/agreement/test_agreed_update.py::test_what_one_rank_changes_of_its_step_is_refused_before_the_update"
 )
 
+KEPT = "tests/parallelize/test_captured_parameters.py"
 NOTED = "tests/trainer/optimizers/test_noted_parameters.py::test_attributes_of_a_weight_stay_on_it[__init__]"
 STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
@@ -892,5 +893,33 @@ USERS = (
         "    parameter._unsharded_param.__dict__ = vars(parameter)[_OWN]\n",
         "",
         NOTED,
+    ),
+    fault(
+        "a penalty in a function goes on with the weights of before",
+        "parallelize/captured_parameters.py",
+        "    elif isinstance(value, FunctionType):\n",
+        "    elif False:\n",
+        f"{KEPT}::test_a_holder_has_the_new_parameter[function-module]",
+    ),
+    fault(
+        "numbers of weights stay those of before",
+        "parallelize/captured_parameters.py",
+        "            return value if now is None else id(now)\n",
+        "            return value\n",
+        f"{KEPT}::test_numbers_of_parameters_are_those_of_the_new_ones",
+    ),
+    fault(
+        "an optimizer that has stepped whole weights gets shards without their states",
+        "parallelize/captured_parameters.py",
+        "        return isinstance(value, Optimizer) and any(id(each) in self._owners for each in value.state)\n",
+        "        return False\n",
+        f"{KEPT}::test_a_dict_keeps_its_order_and_an_optimizer_that_has_stepped_its_parameters",
+    ),
+    fault(
+        "a callback keeps the weights of before",
+        "parallelize/captured_parameters.py",
+        "            self._renew_attributes(callback, depth=0)\n",
+        "            pass\n",
+        f"{KEPT}::test_a_holder_has_the_new_parameter[list-callback]",
     ),
 )  # fmt: skip

@@ -3,8 +3,8 @@
 Sharding makes new parameters. The old ones would be read on, never trained, without a word: a run finds the new ones in their places, with
 what the user has noted on the old ones (`weight._no_weight_decay = True`).
 
-    looked at   attributes and hooks of modules, attributes of the Trainer's callbacks
-    within      lists, tuples, deques, dicts and their keys, sets, objects and optimizers, what functions enclose, `functools.partial`
+    looked at   attributes and hooks of modules, attributes of the Trainer's callbacks, names of their classes and files
+    within      lists, tuples, deques, dicts and their keys, sets, objects and optimizers, what functions enclose and have as defaults
     found as    a parameter, a weak reference to one, its `id()`
 """
 
@@ -21,6 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_sp.users_code.kept_outside import kept_outside
+
 _LIBRARIES = (
     "torch",
     "lightning",
@@ -34,6 +36,7 @@ _LIBRARIES = (
 # Attributes of modules that hold nothing of the user's; hooks do.
 _LEFT_OUT = frozenset({"_parameters", "_buffers", "_modules", "_trainer"})
 _DEEPEST = 4
+_NUMBERS = frozenset({bool, int, float, str, type(None)})
 
 
 class CapturedParameters:
@@ -57,11 +60,15 @@ class CapturedParameters:
                 vars(now).update(vars(before))
         for module in self._root.modules():
             self._renew_attributes(module, depth=0, left_out=_LEFT_OUT)
-        for callback in getattr(vars(self._root).get("_trainer"), "callbacks", ()):
+        callbacks = getattr(vars(self._root).get("_trainer"), "callbacks", ())
+        for callback in callbacks:
             self._renew_attributes(callback, depth=0)
+        for kept in kept_outside([*self._root.modules(), *callbacks]):
+            if (renewed := self._renewed(kept.value, 0)) is not kept.value and kept.exchange is not None:
+                kept.exchange(renewed)
 
     def _renew_attributes(self, holder: Any, *, depth: int, left_out: frozenset[str] = frozenset()) -> None:
-        for name, value in list(vars(holder).items()):
+        for name, value in _attributes(holder):
             if name not in left_out and (renewed := self._renewed(value, depth)) is not value:
                 object.__setattr__(holder, name, renewed)
 
@@ -90,9 +97,15 @@ class CapturedParameters:
                 return value
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         self._seen.add(id(value))
+        if isinstance(value, list) and self._is_of_numbers(value):
+            return value
         if not _renew_container(value, each) and not self._has_begun(value) and _is_looked_into(value):
             self._renew_attributes(value, depth=depth + 1)
         return value
+
+    def _is_of_numbers(self, value: list[Any]) -> bool:
+        """Return whether a list has numbers and texts alone, none of them a parameter's: the tokens of a data set, say, which are many."""
+        return _NUMBERS.issuperset(map(type, value)) and self._owners.keys().isdisjoint(value)
 
     def _has_begun(self, value: Any) -> bool:
         """Return whether an optimizer has states of whole parameters: it has stepped them, and cannot go on with shards."""
@@ -130,6 +143,9 @@ def _renew_container(value: Any, each: Callable[[Any], Any]) -> bool:
                 continue
             if (new := each(old)) is not old:
                 cell.cell_contents = new
+        if (defaults := each(value.__defaults__)) is not value.__defaults__:
+            value.__defaults__ = defaults
+        each(value.__kwdefaults__)
     elif isinstance(value, partial):
         state = value.func, value.args, value.keywords
         if (new := each(state)) is not state:
@@ -145,4 +161,11 @@ def _is_looked_into(value: Any) -> bool:
     """Return whether an object's attributes are the user's to fill."""
     if isinstance(value, (Optimizer, LRScheduler)):
         return True
-    return hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _LIBRARIES
+    return type(value).__module__.partition(".")[0] not in _LIBRARIES
+
+
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    """Return the attributes of an object, those of `__slots__` too."""
+    slots = [vars(kind).get("__slots__", ()) for kind in type(holder).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each) if hasattr(holder, name)]
+    return [*getattr(holder, "__dict__", {}).items(), *((name, getattr(holder, name)) for name in names)]

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import pytest
@@ -22,6 +22,20 @@ class Keeps:
 
     def read(self) -> nn.Parameter:
         return self.weight
+
+
+class Slotted:
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+
+def _defaults(weight: nn.Parameter) -> Callable[[], tuple[nn.Parameter, nn.Parameter]]:
+    def read(first: nn.Parameter = weight, *, second: nn.Parameter = weight) -> tuple[nn.Parameter, nn.Parameter]:
+        return first, second
+
+    return read
 
 
 def _enclosing(weight: nn.Parameter) -> Callable[[], nn.Parameter]:
@@ -42,6 +56,9 @@ HOLDERS: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Any]]] =
     "object": (Keeps, lambda held: held.weight),
     "method": (lambda w: Keeps(w).read, lambda held: held()),
     "function": (_enclosing, lambda held: held()),
+    "default": (_defaults, lambda held: held()[0]),
+    "default of a keyword": (_defaults, lambda held: held()[1]),
+    "slot": (Slotted, lambda held: held.weight),
     "partial": (lambda w: partial(torch.mul, w, other=2), lambda held: held.args[0]),
     "reference": (ref, lambda held: held()),
     "weak key": (lambda w: WeakKeyDictionary({w: 1}), lambda held: next(iter(held.keys()))),
@@ -74,6 +91,28 @@ def test_a_holder_has_the_new_parameter(holder, where):
     new = _sharded(module)
     captured.renew()
     assert read(module.held if where == "module" else callback.held) is new
+
+
+class OfClass(nn.Linear):
+    kept: ClassVar[list[nn.Parameter]] = []
+
+
+OF_FILE: list[nn.Parameter] = []
+
+
+def test_names_of_the_users_classes_and_files_are_renewed():
+    """A penalty that reads them in a function of the file had the weights of before."""
+    module = OfClass(2, 2)
+    OfClass.kept[:], OF_FILE[:] = [module.weight], [module.weight]
+    module.read = lambda: OF_FILE  # type: ignore[assignment]  # it leads to the file
+    captured = CapturedParameters(module)
+    new = _sharded(module)
+    captured.renew()
+    try:
+        assert OfClass.kept[0] is new
+        assert OF_FILE[0] is new
+    finally:
+        OfClass.kept.clear(), OF_FILE.clear()
 
 
 def test_numbers_of_parameters_are_those_of_the_new_ones():

@@ -922,4 +922,11 @@ USERS = (
         "            pass\n",
         f"{KEPT}::test_a_holder_has_the_new_parameter[list-callback]",
     ),
+    fault(
+        "what a user's file keeps of weights is of before",
+        "parallelize/captured_parameters.py",
+        "        for kept in kept_outside([*self._root.modules(), *callbacks]):\n",
+        "        for kept in kept_outside([]):\n",
+        f"{KEPT}::test_names_of_the_users_classes_and_files_are_renewed",
+    ),
 )  # fmt: skip

@@ -65,7 +65,7 @@ def _warn_of_shard() -> None:
 
 def _refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
     raise SequenceParallelError(
-        f"torch.save, or pickle, of {type(module).__name__.removeprefix('FSDP')}: every rank holds a shard of each parameter; gather on all "
+        f"torch.save, or pickle, of {type(module).__name__}: every rank holds a shard of each parameter; gather on all "
         "ranks, then save on one: state = trainer.strategy.whole_state_dict(module); if trainer.is_global_zero: torch.save(state, path); or "
         "trainer.save_checkpoint(path) on all ranks, and lightning_sp.export_checkpoint"
     )
@@ -73,7 +73,7 @@ def _refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
 
 def _refuse_deepcopy(module: nn.Module, memo: object = None) -> NoReturn:
     raise SequenceParallelError(
-        f"copy.deepcopy of {type(module).__name__.removeprefix('FSDP')}, whose parameters are sharded: the copy would have no unit of FSDP2; "
+        f"copy.deepcopy of {type(module).__name__}, whose parameters are sharded: the copy would have no unit of FSDP2; "
         "copy it in __init__ or configure_model, before it is sharded, or copy its weights: trainer.strategy.whole_state_dict(module)"
     )
 
@@ -87,7 +87,7 @@ def _copy(module: nn.Module) -> nn.Module:
 def _save(save: Callable[..., Any], module: nn.Module, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
     if state_dict is None:
         raise SequenceParallelError(
-            f"{type(module).__name__.removeprefix('FSDP')}.save_pretrained: every rank holds a shard of each parameter; gather on "
+            f"{type(module).__name__}.save_pretrained: every rank holds a shard of each parameter; gather on "
             "all ranks, then save on one: state = trainer.strategy.whole_state_dict(model); "
             "if trainer.is_global_zero: model.save_pretrained(folder, state_dict=state)"
         )

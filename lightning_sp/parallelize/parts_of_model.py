@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.parameter_names import user_name
 
@@ -39,7 +40,8 @@ def _is_layer(kind: type[nn.Module]) -> bool:
 
 def _kind(module: nn.Module) -> type[nn.Module]:
     # A layer of FSDP2 has a class of its own, derived from the one that it was.
-    return next(each for each in type(module).__mro__ if not each.__name__.startswith("FSDP"))
+    kinds = (each for each in type(module).__mro__ if issubclass(each, nn.Module))
+    return next(each for each in kinds if not issubclass(each, FSDPModule))
 
 
 def _words(module: nn.Module) -> str:

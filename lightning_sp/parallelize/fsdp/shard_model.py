@@ -42,6 +42,7 @@ from lightning_sp.parallelize.fsdp.parameter_dtypes import (
 )
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.parameters_without_dim import give_first_dim, show_without_dim
+from lightning_sp.parallelize.fsdp.unit_classes import stand_for, tell_identities
 from lightning_sp.parallelize.fsdp.units.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.units.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.units.optional_units import find_optional_units, optional_units
@@ -187,10 +188,13 @@ def shard_model(
         given["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=getattr(torch, options.gradient_dtype))
     if options.cpu_offload:
         given["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    for unit in (*units, root):
+        stand_for(type(unit))
     for unit in units:
         own_outputs(unit)
         fully_shard(unit, reshard_after_forward=options.reshard_after_forward is not False, **given)
     fully_shard(root, **given)
+    tell_identities(root)
     # Each trial and each checkpoint has Python forget what it has said. The user's own filters come first.
     warnings.filterwarnings("once", "FSDP2-wrapped module", UserWarning, append=True)
     show_without_dim(root, single_numbers)

@@ -929,4 +929,25 @@ USERS = (
         "        for kept in kept_outside([]):\n",
         f"{KEPT}::test_names_of_the_users_classes_and_files_are_renewed",
     ),
+    fault(
+        "a sharded module's class is no longer the user's own where classes are compared",
+        "parallelize/fsdp/unit_classes.py",
+        "    return True if kind is other or vars(kind).get(_STANDS_FOR) is other else NotImplemented\n",
+        "    return True if kind is other else NotImplemented\n",
+        "tests/parallelize/fsdp/test_unit_classes.py::test_groups_of_an_optimizer_by_classes_are_one_devices",
+    ),
+    fault(
+        "a sharded module's class is called FSDP and so on",
+        "parallelize/fsdp/shard_model.py",
+        "        stand_for(type(unit))\n",
+        "        pass\n",
+        "tests/parallelize/fsdp/test_unit_classes.py::test_a_sharded_module_is_of_the_class_that_it_was",
+    ),
+    fault(
+        "nobody is told that `type(m) is Block` passes a sharded module over",
+        "parallelize/fsdp/shard_model.py",
+        "    tell_identities(root)\n",
+        "",
+        "tests/parallelize/fsdp/test_unit_classes.py::test_lines_that_ask_by_identity_are_named",
+    ),
 )  # fmt: skip

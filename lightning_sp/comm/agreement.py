@@ -358,6 +358,6 @@ def _check_digests(reports: list[_RankReport]) -> None:
         if len(digests) > 1:
             raise SequenceParallelError(
                 f"ranks {sorted(digests.values())} of data-parallel group {data_rank} share one sequence but read different samples: the loader "
-                "must give all of them the same, tensors and numbers beside them (no time, no rank); let the strategy replace the sampler, seed it "
-                "by epoch alone, or split an iterable dataset by trainer.strategy.data_parallel_rank and data_parallel_size"
+                "must give all of them the same, tensors and numbers beside them (no time, no rank); let the strategy replace the sampler, "
+                "seed it by epoch alone, or split an iterable dataset by trainer.strategy.data_parallel_rank and data_parallel_size"
             )

@@ -29,6 +29,13 @@ STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
     fault(
+        "sharded weights of one address",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
+        '    yield "data_ptr", _data_ptr\n',
+        "",
+        "tests/parallelize/fsdp/dtensor/test_sharded_tensors.py::test_weights_have_addresses_by_which_they_are_told_apart",
+    ),
+    fault(
         "a gradient that one rank drops, and another replaces, as one number",
         "step/agreement/agreed_writes.py",
         "_NONE, _OTHER = -2, -3\n",

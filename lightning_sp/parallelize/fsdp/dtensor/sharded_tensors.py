@@ -104,6 +104,7 @@ def _methods() -> Iterator[tuple[str, Any]]:
     yield "__torch_function__", classmethod(beside_sharded)
     yield "numpy", _numpy
     yield "tolist", _tolist
+    yield "data_ptr", _data_ptr
     yield "__format__", _formatted
     for name in _NUMBERS:
         yield name, _whole_number(getattr(torch.Tensor, name))
@@ -119,6 +120,12 @@ def _numpy(self: Any, *, force: bool = False) -> Any:
 def _tolist(self: Any) -> Any:
     """As of a plain tensor, one that needs a gradient too. Every rank must call it."""
     return together(self.full_tensor).tolist()
+
+
+def _data_ptr(self: Any) -> int:
+    """As of a plain tensor, to tell weights apart (`{p.data_ptr(): p}`): torch's is 0 of each. Of an empty part it is its storage's."""
+    local = self._local_tensor
+    return int(local.data_ptr() or local.untyped_storage()._cdata)
 
 
 def _formatted(self: Any, spec: str) -> str:

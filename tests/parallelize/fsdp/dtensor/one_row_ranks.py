@@ -52,3 +52,14 @@ def of_one_row() -> dict[str, bool]:
                 found = found.full_tensor() if isinstance(found, DTensor) else found
                 same[f"{name} {tuple(whole.shape)}"] = torch.equal(found, run(whole, own))
     return same
+
+
+def addresses() -> tuple[int, bool]:
+    """Return how many addresses three linear layers' six weights have, of which two have one weight, and whether `data` has them, too."""
+    layers = nn.Sequential(nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 2))
+    layers[1].weight = layers[0].weight
+    fully_shard(layers, mesh=init_device_mesh("cpu", (2,)))
+    weights = [each for layer in layers for each in layer.parameters()]
+    with used_as_whole(layers):
+        found = [each.data_ptr() for each in weights]
+        return len(set(found)), found == [each.data.data_ptr() for each in weights]

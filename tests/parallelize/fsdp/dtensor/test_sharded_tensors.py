@@ -65,6 +65,11 @@ def test_a_plain_tensor_meets_a_weight_of_one_row(pools):
         assert len(same) == 20
 
 
+def test_weights_have_addresses_by_which_they_are_told_apart(pools):
+    """torch's DTensor has 0 of each: a dict by addresses, which leaves tied weights out, had one weight of all."""
+    assert pools(2).run(one_row_ranks.addresses) == [(5, True)] * 2
+
+
 def test_what_has_no_rule_for_shards_is_done_to_the_whole(pools):
     for same in pools(2).run(ranks.without_rule):
         assert [name for name, is_same in same.items() if not is_same] == []

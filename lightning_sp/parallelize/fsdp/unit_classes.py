@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls
 
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.users_code.ownership import is_file_of_user
 
 # The attribute of such a class with the user's own.
@@ -32,9 +33,17 @@ def stand_for(kind: type) -> None:
 
     Args:
         kind: of a module that is about to be sharded.
+
+    Raises:
+        SequenceParallelError: it has a method by a name of FSDP2's, which would be called in its place.
     """
     if issubclass(kind, FSDPModule) or kind in cls_to_fsdp_cls:
         return
+    if hidden := [name for name in vars(FSDPModule) if not name.startswith("_") and hasattr(kind, name)]:
+        raise SequenceParallelError(
+            f"{kind.__name__}.{hidden[0]}: FSDP2 gives a sharded module a method of that name, which would be called in place of yours; call "
+            "yours by another name"
+        )
     names = {"__eq__": _equals, "__hash__": _hash}
     meta: Any = type(type(kind).__name__, (type(kind),), names)
     names_of_class = {"__module__": FSDPModule.__module__, _STANDS_FOR: kind}

@@ -29,6 +29,13 @@ STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
     fault(
+        "a user's method that FSDP2's own hides",
+        "parallelize/fsdp/unit_classes.py",
+        "    if hidden := [name for name in vars(FSDPModule)",
+        "    if hidden := [name for name in ()",
+        "tests/parallelize/fsdp/test_unit_classes.py::test_a_method_that_fsdp2s_own_would_hide_is_refused",
+    ),
+    fault(
         "sharded weights of one address",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
         '    yield "data_ptr", _data_ptr\n',

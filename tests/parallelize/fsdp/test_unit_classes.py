@@ -26,3 +26,8 @@ def test_lines_that_ask_by_identity_are_named(pools):
         ": found += [each for each in self if nn.Linear is each.__class__]: a sharded module is of a class that" in said
     )
     assert said.count("unit_classes_ranks.py") == 2
+
+
+def test_a_method_that_fsdp2s_own_would_hide_is_refused(pools):
+    for said in pools(2).run(ranks.hidden):
+        assert said.startswith("Unsharding.unshard: FSDP2 gives a sharded module a method of that name")

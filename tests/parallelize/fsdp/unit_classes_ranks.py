@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.data import DataLoader
 
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.models import llama
 from lightning_sp.parallelize.fsdp.shard_model import shard_model
 from tests.trainer.tiny import Plain, TokenDataset, _full, plain_trainer, quiet_trainer, tiny_llama
@@ -85,3 +86,17 @@ def fit(world: int) -> list[torch.Tensor]:
     trainer = quiet_trainer(world) if world > 1 else plain_trainer(max_epochs=1)
     trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
     return [_full(each.detach()).clone() for each in module.parameters()]
+
+
+class Unsharding(nn.Linear):
+    def unshard(self) -> float:
+        return 1.0
+
+
+def hidden() -> str:
+    """Return what refuses a module with a method of FSDP2's name."""
+    try:
+        shard_model(Unsharding(4, 4), [], init_device_mesh("cpu", (2,)))
+    except SequenceParallelError as refusal:
+        return str(refusal)
+    return ""

@@ -15,7 +15,7 @@ from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, paramet
 # Where FSDP2's object of a parameter keeps the dict.
 _OWN = "_lightning_sp_attributes"
 # What torch and this package note themselves.
-_INTERNAL = frozenset({"_is_param", "_is_single_number"})
+_INTERNAL = frozenset({"_is_param", "_is_single_number", "_fsdp_orig_uid"})
 
 
 def share_attributes(root: nn.Module) -> None:
@@ -37,4 +37,8 @@ def share_attributes(root: nn.Module) -> None:
 def _show(parameter: Any, init_unsharded_param: Any) -> None:
     """Have the whole weight behind its gather, with the attributes of its shard."""
     init_unsharded_param()
-    parameter._unsharded_param.__dict__ = vars(parameter)[_OWN]
+    whole, own = parameter._unsharded_param, vars(parameter)[_OWN]
+    if type(whole) is nn.Parameter:
+        whole.__dict__ = own
+    else:  # one of a class of this package has attributes of its own
+        vars(whole).update(own)

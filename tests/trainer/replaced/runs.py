@@ -79,6 +79,13 @@ def adapted() -> nn.Module:
     return whole
 
 
+def noted() -> nn.Module:
+    """Return a Llama with a note of its user's on a weight."""
+    model = tiny_llama()
+    next(model.parameters())._no_weight_decay = True  # type: ignore[attr-defined]
+    return model
+
+
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "one's own model": (partial(Looking, tiny_llama), {}),
     "in the global view": (partial(Looking, partial(tiny_gpt, dropout=0.1)), {"strategy": {"global_view": True}}),
@@ -93,7 +100,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "split layers": (partial(Looking, HuggingFaceLlama), {"strategy": {"tensor_parallel_size": 2}}),
     "averaged, with checkpoints": (partial(Looking, tiny_llama), {"callbacks": "averaged", "enable_checkpointing": True}),
     "one that fails in its second step": (partial(Failing, tiny_llama), {}),
-    "accumulated, clipped": (partial(Looking, tiny_llama), {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
+    "accumulated, clipped": (partial(Looking, noted), {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}),
 }  # fmt: skip
 
 

@@ -904,9 +904,17 @@ USERS = (
     fault(
         "a forward does not see what a user noted on a weight",
         "parallelize/fsdp/parameter_attributes.py",
-        "    parameter._unsharded_param.__dict__ = vars(parameter)[_OWN]\n",
-        "",
+        "        whole.__dict__ = own\n",
+        "        pass\n",
         NOTED,
+    ),
+    fault(
+        "what a user noted on a weight, in place of what a weight gathered in bfloat16 has itself",
+        "parallelize/fsdp/parameter_attributes.py",
+        "        vars(whole).update(own)\n",
+        "        whole.__dict__ = {**own}\n",
+        "tests/trainer/memory/test_memory_options.py::"
+        "test_gathers_in_bfloat16_change_no_bit_of_a_fit_under_autocast[{'ulysses_size': 2}]",
     ),
     fault(
         "a penalty in a function goes on with the weights of before",

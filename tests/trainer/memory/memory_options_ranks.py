@@ -144,6 +144,9 @@ def autocast(cases: list[dict[str, Any]]) -> list[tuple[list[float], list[dict[s
     found = []
     for strategy in cases:
         module = build()
+        module.configure_model()
+        for each in module.parameters():
+            each._no_weight_decay = True  # type: ignore[attr-defined]  # a user's note
         options = dict(precision="bf16-mixed", accumulate_grad_batches=2, max_steps=4, max_epochs=2)
         quiet_trainer(2, strategy=strategy, **options).fit(module, DataLoader(TokenDataset(8, 32), batch_size=2))
         found.append((module.losses, module.raw_grads, rounded_gathers(module)))

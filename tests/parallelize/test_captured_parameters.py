@@ -56,6 +56,7 @@ HOLDERS: dict[str, tuple[Callable[[nn.Parameter], Any], Callable[[Any], Any]]] =
     "object": (Keeps, lambda held: held.weight),
     "method": (lambda w: Keeps(w).read, lambda held: held()),
     "function": (_enclosing, lambda held: held()),
+    "function in a list": (lambda w: [_enclosing(w)], lambda held: held[0]()),
     "default": (_defaults, lambda held: held()[0]),
     "default of a keyword": (_defaults, lambda held: held()[1]),
     "slot": (Slotted, lambda held: held.weight),

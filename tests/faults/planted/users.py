@@ -921,7 +921,7 @@ USERS = (
         "parallelize/captured_parameters.py",
         "    elif isinstance(value, FunctionType):\n",
         "    elif False:\n",
-        f"{KEPT}::test_a_holder_has_the_new_parameter[function-module]",
+        f"{KEPT}::test_a_holder_has_the_new_parameter[function in a list-module]",
     ),
     fault(
         "numbers of weights stay those of before",

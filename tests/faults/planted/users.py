@@ -36,6 +36,13 @@ USERS = (
         "tests/parallelize/fsdp/test_unit_classes.py::test_a_method_that_fsdp2s_own_would_hide_is_refused",
     ),
     fault(
+        "torch.save of sharded weights told of an address that is no memory of theirs",
+        "parallelize/fsdp/dtensor/sharded_tensors.py",
+        '.partition(".")[0] == "torch":\n        return torch.Tensor.data_ptr(self)\n',
+        '.partition(".")[0] == "none":\n        return torch.Tensor.data_ptr(self)\n',
+        "tests/parallelize/test_live_saves.py::test_a_part_that_is_saved_for_the_whole_is_said_once[state_dict]",
+    ),
+    fault(
         "sharded weights of one address",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
         '    yield "data_ptr", _data_ptr\n',

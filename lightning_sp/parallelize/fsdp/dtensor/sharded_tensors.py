@@ -11,6 +11,7 @@ back where the ranks' process groups are destroyed.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -123,7 +124,12 @@ def _tolist(self: Any) -> Any:
 
 
 def _data_ptr(self: Any) -> int:
-    """As of a plain tensor, to tell weights apart (`{p.data_ptr(): p}`): torch's is 0 of each. Of an empty part it is its storage's."""
+    """As of a plain tensor, to tell weights apart (`{p.data_ptr(): p}`): torch's is 0 of each. Of an empty part it is its storage's.
+
+    torch itself has its own: by 0 `torch.save` knows that the memory is another tensor's.
+    """
+    if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch":
+        return torch.Tensor.data_ptr(self)
     local = self._local_tensor
     return int(local.data_ptr() or local.untyped_storage()._cdata)
 

@@ -13,7 +13,7 @@ from lightning_sp.loss.added_constants import Described
 from lightning_sp.preflight.recording.hidden_terms import Call, Weights
 from lightning_sp.preflight.recording.logged import Number
 from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers
-from lightning_sp.preflight.recording.uniform_outcomes import Other
+from lightning_sp.preflight.recording.token_outcomes import Other
 from lightning_sp.preflight.recording.watch import AttentionCall, Draw
 
 
@@ -40,7 +40,7 @@ class Outcome:
         hidden: calls that hide terms of the loss.
         read: numbers of the batch that it compares or reads.
         left: numbers that later steps may go by; known of a whole run alone.
-        uniform: calls that give one outcome for all tokens; of a sharded run all that give outcomes of tokens.
+        token_outcomes: calls that are to be shown with others; of a sharded run all that give outcomes of tokens.
     """
 
     loss: Tensor | None
@@ -61,4 +61,4 @@ class Outcome:
     hidden: Mapping[Call, Weights] = field(default_factory=dict)
     read: ReadNumbers = field(default_factory=ReadNumbers)
     left: Mapping[str, float] = field(default_factory=dict)
-    uniform: Mapping[Call, Other] = field(default_factory=dict)
+    token_outcomes: Mapping[Call, Other] = field(default_factory=dict)

@@ -34,8 +34,8 @@ from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Wei
 from lightning_sp.preflight.recording.logged import Number, metrics_begin_anew, recorded_numbers
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.numbers_read.read_numbers import numbers_read
+from lightning_sp.preflight.recording.token_outcomes import Other, TokenOutcomes, Tokens
 from lightning_sp.preflight.recording.trace import Trace, traced
-from lightning_sp.preflight.recording.uniform_outcomes import Other, Tokens, UniformOutcomes
 from lightning_sp.preflight.recording.watch import AttentionCall, Watch, module_stack
 from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
@@ -126,7 +126,7 @@ class Trial:
                     with (
                         Watch(self.module, stack) as watch,
                         HiddenTerms(self.shown) as terms,
-                        UniformOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,
+                        TokenOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,
                         numbers_read(self.module, self.context) as read,
                         forcing(self.forced, self.module),
                     ):
@@ -153,7 +153,7 @@ class Trial:
                 hidden=terms.found,
                 read=read,
                 left=numbers_left(self.module),
-                uniform=outcomes.found,
+                token_outcomes=outcomes.found,
             )
 
     def attention_of_shorter(self, *, text_alone: bool = False) -> tuple[AttentionCall, ...] | None:
@@ -190,7 +190,7 @@ class Trial:
                     with (
                         self._as_the_whole(),
                         HiddenTerms(self.shown, follows=True) as terms,
-                        UniformOutcomes(self._tokens(self.own, self.first_row), self.turned, follows=True) as outcomes,
+                        TokenOutcomes(self._tokens(self.own, self.first_row), self.turned, follows=True) as outcomes,
                         numbers_read(self.module, self.context) as read,
                     ):
                         output = self.run_sharded()
@@ -217,7 +217,7 @@ class Trial:
                     shapes=(shapes_of(leaves_of(output)), shapes_of(leaves_of(before.new()))),
                     hidden=terms.found,
                     read=read,
-                    uniform=outcomes.found,
+                    token_outcomes=outcomes.found,
                 )
         except SequenceParallelError as error:
             error.ends_steps = True  # type: ignore[attr-defined]

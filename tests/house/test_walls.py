@@ -151,6 +151,10 @@ PLANTED = {
         "parallelize/fsdp/units/object_outputs.py",
         "from lightning_sp.parallelize.fsdp.units import model_parts",
     ),
+    "Inside parallelize.fsdp.gathers": (
+        "parallelize/fsdp/gathers/gather_dtypes.py",
+        "from lightning_sp.parallelize.fsdp.gathers import watched_gathers",
+    ),
     "Inside parallelize.fsdp.dtensor": (
         "parallelize/fsdp/dtensor/sharded_parts.py",
         "from lightning_sp.parallelize.fsdp.dtensor import sharded_tensors",

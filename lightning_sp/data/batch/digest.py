@@ -33,7 +33,7 @@ def _plain_numbers(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         found = [_plain_numbers(each) for each in value]
         return None if all(each is None for each in found) else found
-    return complex(value) if isinstance(value, (int, float, np.number)) else None
+    return value if isinstance(value, (int, float, complex, np.number)) else None
 
 
 def _of_numbers(flat: Tensor, salt: int) -> int:

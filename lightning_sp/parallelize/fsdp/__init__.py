@@ -2,12 +2,13 @@
 
 from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward, drop_accumulated
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
-from lightning_sp.parallelize.fsdp.checked_gathers import failing_together
 from lightning_sp.parallelize.fsdp.dtensor.behind_runs import watch_behind_runs
 from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import forget_reads, is_read_outside
 from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.freed_behind_runs import freed_behind_run
+from lightning_sp.parallelize.fsdp.gathers.checked_gathers import failing_together
+from lightning_sp.parallelize.fsdp.gathers.watched_gathers import watched_behind_run
 from lightning_sp.parallelize.fsdp.inner_backward import gathering_again, gradients_of_weights, without_reduction
 from lightning_sp.parallelize.fsdp.parameter_attributes import share_attributes
 from lightning_sp.parallelize.fsdp.parameter_dtypes import cast_as_in_forward
@@ -34,7 +35,6 @@ from lightning_sp.parallelize.fsdp.units.optional_units import gathered, optiona
 from lightning_sp.parallelize.fsdp.units.own_optimizers import refuses_own_steps
 from lightning_sp.parallelize.fsdp.units.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
-from lightning_sp.parallelize.fsdp.watched_gathers import watched_behind_run
 
 __all__ = [
     "ParameterLayout",

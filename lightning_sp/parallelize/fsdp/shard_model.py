@@ -33,7 +33,7 @@ from lightning_sp.config import MemoryOptions, StrategyConfig, resolve_shard_siz
 from lightning_sp.errors import SequenceParallelError, text_of, told_error
 from lightning_sp.parallelize.fsdp.added_parameters import refuse_lost_parameters
 from lightning_sp.parallelize.fsdp.dtensor.outside_weights import weights_read_outside, whole_outputs_of
-from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
+from lightning_sp.parallelize.fsdp.gathers.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.parameter_dtypes import (
     refuse_changed_dtypes,
@@ -42,10 +42,10 @@ from lightning_sp.parallelize.fsdp.parameter_dtypes import (
 )
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
 from lightning_sp.parallelize.fsdp.parameters_without_dim import give_first_dim, show_without_dim
-from lightning_sp.parallelize.fsdp.unit_classes import stand_for, tell_identities
 from lightning_sp.parallelize.fsdp.units.model_parts import gather_for_parts
 from lightning_sp.parallelize.fsdp.units.object_outputs import find_outputs_in_objects
 from lightning_sp.parallelize.fsdp.units.optional_units import find_optional_units, optional_units
+from lightning_sp.parallelize.fsdp.units.unit_classes import stand_for, tell_identities
 from lightning_sp.parallelize.fsdp.units.vocabulary_units import (
     heads_among,
     needs_no_weight_in_backward,

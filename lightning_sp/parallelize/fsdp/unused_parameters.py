@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.gather_dtypes import GatherDtypes
+from lightning_sp.parallelize.fsdp.gathers.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.parameter_groups import parameter_groups
 from lightning_sp.parameter_names import user_name
 

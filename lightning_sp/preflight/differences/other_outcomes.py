@@ -1,6 +1,6 @@
 """What a step does where tokens have other outcomes than the one that all have on a crop: a gate that opens, an expert that is full.
 
-Compared whole and on a part, with other outcomes shown in both (`preflight/recording/uniform_outcomes.py`).
+Compared whole and on a part, with other outcomes shown in both (`preflight/recording/token_outcomes.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_sp.preflight.differences.hidden_branches import first_names
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_parts
-from lightning_sp.preflight.recording.uniform_outcomes import Other, Truths
+from lightning_sp.preflight.recording.token_outcomes import Other, Truths
 from lightning_sp.preflight.trial import Trial
 
 # Calls that are tried each by itself: truths, and where the step does not run with others shown in all.
@@ -51,7 +51,7 @@ def compare_with_other_outcomes(trial: Trial, whole: Outcome, sharded: Outcome, 
         return _agree(trial, calls, runs) or _agree(replace(trial, turned_once=True), calls, runs)
 
     group = trial.control_group
-    calls = common_calls(whole.uniform, sharded.uniform, group)
+    calls = common_calls(whole.token_outcomes, sharded.token_outcomes, group)
     show_others(uniform_calls(calls), agree)
     read = numbers_of_parts(whole.read, sharded.read, trial.context.mesh.data_parallel_size)
     for rare in rare_outcomes(calls, read, group):

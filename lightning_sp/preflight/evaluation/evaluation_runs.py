@@ -42,7 +42,7 @@ from lightning_sp.preflight.recording.logged import Number, recorded_numbers
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced, forcing
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_parts
 from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers, numbers_read
-from lightning_sp.preflight.recording.uniform_outcomes import Other, Tokens, UniformOutcomes
+from lightning_sp.preflight.recording.token_outcomes import Other, TokenOutcomes, Tokens
 from lightning_sp.preflight.recording.watch import AttentionCall
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation.snapshot import isolated
@@ -75,7 +75,7 @@ class WholeRun:
         kept: for later.
         kept_again: likewise, of the other run.
         read: numbers of the batch that it compares or reads.
-        uniform: calls that give one outcome for all tokens.
+        token_outcomes: calls that are to be shown with others.
     """
 
     numbers: Mapping[str, Number]
@@ -85,7 +85,7 @@ class WholeRun:
     kept: list[Leaf]
     kept_again: list[Leaf]
     read: ReadNumbers
-    uniform: Mapping[Call, Other]
+    token_outcomes: Mapping[Call, Other]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class PartRun:
         keeps: whether a rank keeps something.
         read: numbers of its part that it compares or reads.
         kinds: of what its outputs, where they count, and what it keeps are made.
-        uniform: calls that give outcomes of tokens.
+        token_outcomes: calls that give outcomes of tokens.
     """
 
     numbers: RankNumbers
@@ -108,7 +108,7 @@ class PartRun:
     keeps: bool
     read: dict[Line, int]
     kinds: Kinds
-    uniform: Mapping[Call, Other]
+    token_outcomes: Mapping[Call, Other]
 
 
 def find_others(own: Crop, runner: StepRunner, run: RunStep, options: ShardOptions) -> None:
@@ -143,7 +143,7 @@ def run_whole(
         kept=first.kept,
         kept_again=again.kept,
         read=first.read,
-        uniform=first.uniform,
+        token_outcomes=first.token_outcomes,
     )
 
 
@@ -154,7 +154,7 @@ class _Shown(NamedTuple):
     outputs: list[Leaf]
     kept: list[Leaf]
     read: ReadNumbers
-    uniform: Mapping[Call, Other]
+    token_outcomes: Mapping[Call, Other]
 
 
 def _shown(
@@ -178,7 +178,7 @@ def _shown(
     ):
         tokens = Tokens.of_part(part.info, mesh.layout, None)
         with (
-            UniformOutcomes(tokens, turned) as outcomes,
+            TokenOutcomes(tokens, turned) as outcomes,
             numbers_read(module, runner.context, name) as read,
             forcing(forced, module),
         ):
@@ -275,7 +275,7 @@ def run_part(
         with (
             failing_together(module),
             without_tiles(module) if turned else nullcontext(),  # each call as often as a whole run makes it
-            UniformOutcomes(tokens, turned, follows=True) as outcomes,
+            TokenOutcomes(tokens, turned, follows=True) as outcomes,
             numbers_read(module, runner.context, name) as read,
         ):
             output = runner.evaluate(sharded.info, lambda: run(sharded.batch, sharded.info))
@@ -299,7 +299,7 @@ def run_part(
         keeps=keeps,
         read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
         kinds=kinds,
-        uniform=outcomes.found,
+        token_outcomes=outcomes.found,
     )
 
 

@@ -45,7 +45,7 @@ from lightning_sp.preflight.indices.padding import PaddingReadError, check_paddi
 from lightning_sp.preflight.indices.part_indices import PartIndexError, check_part_indices
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
 from lightning_sp.preflight.recording.hidden_terms import Call
-from lightning_sp.preflight.recording.uniform_outcomes import Other
+from lightning_sp.preflight.recording.token_outcomes import Other
 from lightning_sp.step.results.output_structure import Kinds
 from lightning_sp.step.runner import StepRunner
 from lightning_sp.step.users_numbers.schedules import MOST_TASKS, structure_of, tasks_of

@@ -19,7 +19,7 @@ from lightning_sp.preflight.differences.other_outcomes import (
 from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
 from lightning_sp.preflight.evaluation.judgement import NotComparedError, TriedEvaluation, tell_differences
 from lightning_sp.preflight.recording.hidden_terms import Call
-from lightning_sp.preflight.recording.uniform_outcomes import Other
+from lightning_sp.preflight.recording.token_outcomes import Other
 from lightning_sp.step.runner import StepRunner
 
 _Calls = Mapping[Call, Other]
@@ -63,7 +63,7 @@ def judge_other_outcomes(
             rank_zero_warn(told)  # what nobody has seen yet is no reason to end a run
         return True
 
-    calls = common_calls(whole.uniform, part.uniform, world)
+    calls = common_calls(whole.token_outcomes, part.token_outcomes, world)
     show_others(uniform_calls(calls), agree)
     for rare in rare_outcomes(calls, part.read, world):
         agree(rare)

@@ -160,7 +160,7 @@ MEMORY = (
     ),
     fault(
         "a weight that something reads gathered in bfloat16",
-        "parallelize/fsdp/gather_dtypes.py",
+        "parallelize/fsdp/gathers/gather_dtypes.py",
         "weight.rounded = not other",
         "weight.rounded = True",
         f"{GATHERS}::test_losses_and_gradients_are_bit_by_bit_those_of_float32_gathers[2]",
@@ -174,21 +174,21 @@ MEMORY = (
     ),
     fault(
         "a leaf that is in a graph replaced, and its gradient lost",
-        "parallelize/fsdp/gather_dtypes.py",
+        "parallelize/fsdp/gathers/gather_dtypes.py",
         "self._is_plain = not self._notes and torch.is_grad_enabled()",
         "self._is_plain = False",
         f"{GATHERS}::test_no_bit_changes_however_weights_are_used[first in float32]",
     ),
     fault(
         "a backward without the float32 numbers that its forward saved",
-        "parallelize/fsdp/gather_dtypes.py",
+        "parallelize/fsdp/gathers/gather_dtypes.py",
         "return not self._needs_float32",
         "return True",
         f"{GATHERS}::test_no_bit_changes_however_weights_are_used[separate, later partly]",
     ),
     fault(
         "every weight gathered in float32 under autocast",
-        "parallelize/fsdp/gather_dtypes.py",
+        "parallelize/fsdp/gathers/gather_dtypes.py",
         "ROUNDED if casts and self.rounded else None",
         "None",
         f"{GATHERS}::test_a_gather_sends_half_the_bytes_of_these_weights",

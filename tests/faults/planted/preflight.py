@@ -1240,7 +1240,7 @@ PREFLIGHT = (
     ),
     fault(
         "a rank that waits for a part of the weights from one that has failed",
-        "parallelize/fsdp/checked_gathers.py",
+        "parallelize/fsdp/gathers/checked_gathers.py",
         "comm.CheckedAllGather(gather)",
         "gather",
         f"{LONE_ERRORS}[ring_size-step]",
@@ -1387,7 +1387,7 @@ PREFLIGHT = (
     ),
     fault(
         "a backward that one rank of a trial fails in by itself, while others wait to reduce",
-        "parallelize/fsdp/checked_gathers.py",
+        "parallelize/fsdp/gathers/checked_gathers.py",
         "comm.CheckedReduceScatter(scatter)",
         "scatter",
         f"{LONE_ERRORS}[ring_size-last of the backward]",
@@ -1569,10 +1569,10 @@ PREFLIGHT = (
     ),
     fault(
         "a comparison of a part's own counts that is turned, not shifted: it comes out alike whole and in a part",
-        "preflight/recording/uniform_outcomes.py",
+        "preflight/recording/token_outcomes.py",
         "    if not bool(apart.isfinite().all()) or len(",
         "    if bool(apart.isfinite().all()) or len(",
-        "tests/preflight/recording/test_uniform_outcomes.py::test_what_a_part_counts_itself_is_other_in_the_part",
+        "tests/preflight/recording/test_token_outcomes.py::test_what_a_part_counts_itself_is_other_in_the_part",
     ),
     fault(
         "the first of chosen tokens, of a part taken for the whole's",

@@ -30,10 +30,10 @@ STARTS = "tests/trainer/hooks/test_batch_starts.py"
 USERS = (
     fault(
         "a user's method that FSDP2's own hides",
-        "parallelize/fsdp/unit_classes.py",
+        "parallelize/fsdp/units/unit_classes.py",
         "    if hidden := [name for name in vars(FSDPModule)",
         "    if hidden := [name for name in ()",
-        "tests/parallelize/fsdp/test_unit_classes.py::test_a_method_that_fsdp2s_own_would_hide_is_refused",
+        "tests/parallelize/fsdp/units/test_unit_classes.py::test_a_method_that_fsdp2s_own_would_hide_is_refused",
     ),
     fault(
         "torch.save of sharded weights told of an address that is no memory of theirs",
@@ -960,23 +960,23 @@ USERS = (
     ),
     fault(
         "a sharded module's class is no longer the user's own where classes are compared",
-        "parallelize/fsdp/unit_classes.py",
+        "parallelize/fsdp/units/unit_classes.py",
         "    return True if kind is other or vars(kind).get(_STANDS_FOR) is other else NotImplemented\n",
         "    return True if kind is other else NotImplemented\n",
-        "tests/parallelize/fsdp/test_unit_classes.py::test_groups_of_an_optimizer_by_classes_are_one_devices",
+        "tests/parallelize/fsdp/units/test_unit_classes.py::test_groups_of_an_optimizer_by_classes_are_one_devices",
     ),
     fault(
         "a sharded module's class is called FSDP and so on",
         "parallelize/fsdp/shard_model.py",
         "        stand_for(type(unit))\n",
         "        pass\n",
-        "tests/parallelize/fsdp/test_unit_classes.py::test_a_sharded_module_is_of_the_class_that_it_was",
+        "tests/parallelize/fsdp/units/test_unit_classes.py::test_a_sharded_module_is_of_the_class_that_it_was",
     ),
     fault(
         "nobody is told that `type(m) is Block` passes a sharded module over",
         "parallelize/fsdp/shard_model.py",
         "    tell_identities(root)\n",
         "",
-        "tests/parallelize/fsdp/test_unit_classes.py::test_lines_that_ask_by_identity_are_named",
+        "tests/parallelize/fsdp/units/test_unit_classes.py::test_lines_that_ask_by_identity_are_named",
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.parallelize.fsdp import unit_classes_ranks as ranks
+from tests.parallelize.fsdp.units import unit_classes_ranks as ranks
 
 
 def test_a_sharded_module_is_of_the_class_that_it_was(pools):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_sp.layout import SequenceLayout, positions
-from lightning_sp.preflight.recording.uniform_outcomes import Tokens, Truths, UniformOutcomes
+from lightning_sp.preflight.recording.token_outcomes import TokenOutcomes, Tokens, Truths
 
 ROWS, LENGTH, LAYOUT = 4, 16, SequenceLayout(ring_size=2)
 IDS = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % 40
@@ -43,19 +43,19 @@ def of(rank: int | None) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", CALLS)
 def test_other_outcomes_are_of_the_same_tokens_whole_and_in_parts(kind):
     call = CALLS[kind]
-    with UniformOutcomes(tokens(None), {}) as noted:
+    with TokenOutcomes(tokens(None), {}) as noted:
         before = call(*of(None))
     assert len(noted.found) == 1
-    with UniformOutcomes(tokens(None), noted.found):
+    with TokenOutcomes(tokens(None), noted.found):
         whole = call(*of(None))
     others = (whole != before).view(ROWS, LENGTH)
     assert others.any()
     assert not others.all()
     for rank in range(2):
-        with UniformOutcomes(tokens(rank), {}, follows=True) as followed:
+        with TokenOutcomes(tokens(rank), {}, follows=True) as followed:
             call(*of(rank))
         assert set(noted.found) <= set(followed.found)
-        with UniformOutcomes(tokens(rank), noted.found):
+        with TokenOutcomes(tokens(rank), noted.found):
             part = call(*of(rank))
         wanted = whole.view(ROWS, LENGTH, *whole.shape[2:] if kind == "embedded" else ())[:, tokens(rank).positions]
         assert torch.equal(part.view_as(wanted), wanted), rank
@@ -69,11 +69,11 @@ def test_what_a_part_counts_itself_is_other_in_the_part():
         places = (chosen[:, tokens(rank).positions].cumsum(1) * chosen[:, tokens(rank).positions]).sum(-1)
         return places >= 12
 
-    with UniformOutcomes(tokens(None), {}) as noted:
+    with TokenOutcomes(tokens(None), {}) as noted:
         assert not dropped(None).any()
-    with UniformOutcomes(tokens(None), noted.found):
+    with TokenOutcomes(tokens(None), noted.found):
         whole = dropped(None)
-    with UniformOutcomes(tokens(1), noted.found):
+    with TokenOutcomes(tokens(1), noted.found):
         part = dropped(1)
     assert not torch.equal(part, whole[:, tokens(1).positions])
 
@@ -91,9 +91,9 @@ SEVERAL = {
 def test_one_of_several_outcomes_is_left_to_a_token_of_each_row(kind):
     choose = SEVERAL[kind]
     logits = torch.randn(ROWS, LENGTH, 3, generator=torch.Generator().manual_seed(0))
-    with UniformOutcomes(tokens(None), {}) as noted:
+    with TokenOutcomes(tokens(None), {}) as noted:
         before = choose(logits)
-    with UniformOutcomes(tokens(None), noted.found):
+    with TokenOutcomes(tokens(None), noted.found):
         whole = choose(logits)
     [other] = noted.found.values()
     rare, common = (True, False) if isinstance(other, Truths) else other
@@ -102,7 +102,7 @@ def test_one_of_several_outcomes_is_left_to_a_token_of_each_row(kind):
     others = (before != rare) & (whole != rare)
     assert torch.equal(whole[others], before[others])
     for rank in range(2):
-        with UniformOutcomes(tokens(rank), noted.found):
+        with TokenOutcomes(tokens(rank), noted.found):
             part = choose(logits[:, tokens(rank).positions])
         assert torch.equal(part, whole[:, tokens(rank).positions])
         assert (part == rare).any() == (rank == 0)
@@ -120,11 +120,11 @@ def test_a_truth_is_known_by_its_tokens_wherever_it_is_asked():
             found = values[:, at] > other
         return found
 
-    with UniformOutcomes(tokens(None), {}) as noted:
+    with TokenOutcomes(tokens(None), {}) as noted:
         asked(None, skips=True)
-    with UniformOutcomes(tokens(None), noted.found):
+    with TokenOutcomes(tokens(None), noted.found):
         whole = asked(None, skips=False)
-    with UniformOutcomes(tokens(1), noted.found):
+    with TokenOutcomes(tokens(1), noted.found):
         part = asked(1, skips=True)
     assert (whole.sum(1) == 1).all()
     assert torch.equal(part, whole[:, tokens(1).positions])
@@ -132,6 +132,6 @@ def test_a_truth_is_known_by_its_tokens_wherever_it_is_asked():
 
 def test_outcomes_that_are_learned_or_of_no_tokens_are_left():
     table = nn.Parameter(TABLE)
-    with UniformOutcomes(tokens(None), {}) as noted:
+    with TokenOutcomes(tokens(None), {}) as noted:
         _ = (table[IDS], IDS.amax(1) > 90, TABLE == 5, (IDS[:, :, None] - IDS[:, None]) > 90)
     assert not noted.found

@@ -1,4 +1,4 @@
-"""Calls that give one outcome for all tokens of a batch, where those of later batches may have others.
+"""Calls that give each token an outcome: one for all, where later ones may have others; or several, of which a part may lack one.
 
     dropped = place_in_expert >= capacity        False for every token, until an expert is chosen too often: places are a part's own
     segment = is_separator[ids].cumsum(1)        0 for every token, until a separator comes: a part counts its own
@@ -35,7 +35,7 @@ _TRUTHS = _ORDERED | _EQUAL | {"isin", "isnan", "isinf", "isfinite", "isclose", 
 # Functions that give a whole number for each token, of which 0 and 1 are as good as any.
 _CLASSES = {"argmax", "argmin", "floor_divide", "floordiv", "remainder", "mod", "bitwise_and", "and", "bucketize"}
 # Functions that give each token's choice among a few, alone or behind its value.
-CHOICES = {"argmax", "argmin", "max", "min", "topk"}
+_CHOICES = {"argmax", "argmin", "max", "min", "topk"}
 _MOST_CHOICES, _MOST_TRUTHS = 256, 2**16
 # Functions that look up an index in a table, by the places of the table and of the index.
 _LOOKUPS = {"getitem": (0, 1), "take": (0, 1), "embedding": (1, 0)}
@@ -155,7 +155,7 @@ class Truths:
 Other = float | int | tuple[int, int] | Truths | None
 
 
-class UniformOutcomes(TorchFunctionMode):
+class TokenOutcomes(TorchFunctionMode):
     """Notes the user's calls that give one outcome for all tokens, or a few, and shows others in those that are to show them.
 
     Args:
@@ -203,7 +203,7 @@ class UniformOutcomes(TorchFunctionMode):
         elif name in _TRUTHS and not call.number:
             if (truths := Truths.of_crop(of_tokens, self._tokens, call)) is not None:
                 self.found[call] = truths
-        elif name in CHOICES and 1 < len(several := torch.unique(of_tokens)) <= _MOST_CHOICES:
+        elif name in _CHOICES and 1 < len(several := torch.unique(of_tokens)) <= _MOST_CHOICES:
             self.found[call] = int(several[-1]), int(several[0])
         return output
 
@@ -244,13 +244,13 @@ def _by_tokens(output: Tensor, tokens: Tokens) -> Tensor | None:
 
 def _of_tokens(name: str, args: tuple[Any, ...], output: Any) -> Tensor | None:
     """Return what has an outcome for each token: the result, or what is looked up, or chosen."""
-    if name in CHOICES and isinstance(output, tuple):
-        output = output[1]
+    if name in _CHOICES - _CLASSES:  # `max` of two tensors is none
+        output = output[1] if isinstance(output, tuple) else None
     if type(output) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(output) or not output.numel():
         return None
     if name in _TRUTHS:
         return output if output.dtype is torch.bool else None
-    if name in _CLASSES | CHOICES:
+    if name in _CLASSES | _CHOICES:
         return None if output.is_floating_point() or output.is_complex() or output.dtype is torch.bool else output
     if name not in _LOOKUPS or len(args) < 2:
         return None

@@ -100,6 +100,7 @@ CONTESTANTS = (
     ours("stages made again, full, tiled MLPs, inputs on disk", TILED, **EVERY_SWITCH),
     # A stage has a head of all tokens of a Ulysses group: beside a ring of 2 of half as many.
     replace(ours("and a ring of 2 beside Ulysses", TILED, **EVERY_SWITCH, ring_size=2), least_world=4),
+    replace(ours("and a ring in place of Ulysses", TILED, **EVERY_SWITCH, ulysses_size=1), least_world=2),
 )  # fmt: skip
 
 

@@ -61,7 +61,8 @@ def train(variant: str, problem: dict[str, Any], world: int, batches: list[Tenso
     given = json.loads(variant or "{}")
     options = {"preflight": "memory_budget_gib" in given, **given}
     if "ulysses_stages" in options:
-        options["ulysses_stages"] = min(options["ulysses_stages"], 8 * options.get("ring_size", 1) // world)
+        ulysses_size = options.get("ulysses_size", world // options.get("ring_size", 1))
+        options["ulysses_stages"] = min(options["ulysses_stages"], 8 // ulysses_size)
     trainer = pl.Trainer(
         strategy=SequenceParallelStrategy(**options), accelerator="cpu", devices=world, max_epochs=1, logger=False,
         callbacks=[_Measured(meter, [batch.shape[1] - 1 for batch in batches])], enable_checkpointing=False,

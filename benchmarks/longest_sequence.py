@@ -145,10 +145,29 @@ def _of_largest(ranks: tuple[dict[str, Any], ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Line:
-    """What a part of a step needs at its peak, what stays included: bytes at no token, and bytes for each token of the sequence."""
+    """What a part of a step needs at its peak, what stays included: bytes at no token, and bytes for each token of the sequence.
+
+    Args:
+        off: bytes by which the measured length farthest from the line is off it.
+        rise: bytes by which the line rises over the measured lengths.
+    """
 
     constant: float
     per_token: float
+    off: float
+    rise: float
+
+    def check(self, part: str) -> None:
+        """Refuse a line that its points do not make: the kernel takes pages from a process where memory is short, and what is left is no need.
+
+        Raises:
+            RuntimeError: a point is off it by more than a tenth of its rise.
+        """
+        if self.off > self.rise / 10:
+            raise RuntimeError(
+                f"its {part} are up to {self.off / MIB:.1f} MiB off a line that rises by {self.rise / MIB:.1f} MiB: measure it with nothing "
+                "beside it, or at longer sequences"
+            )
 
     def __str__(self) -> str:
         return f"{self.constant / MIB:.0f} + {self.per_token / 1024:.2f}"
@@ -165,10 +184,23 @@ def lines(measured: list[dict[str, Any]]) -> dict[str, Line]:
     return {part: _line([(at["length"], at["parts"][part]) for at in measured]) for part in measured[0]["parts"]}
 
 
+def _longest(of_parts: dict[str, Line], budget: float) -> int:
+    """Return how many tokens a budget in bytes holds.
+
+    Raises:
+        RuntimeError: the part that is the first to have too little is no line.
+    """
+    part = min(of_parts, key=lambda each: of_parts[each].longest(budget))
+    of_parts[part].check(part)
+    return int(of_parts[part].longest(budget))
+
+
 def _line(points: list[tuple[float, float]]) -> Line:
     mean_x, mean_y = (sum(of_points) / len(points) for of_points in zip(*points, strict=True))
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    return Line(mean_y - slope * mean_x, slope)
+    constant = mean_y - slope * mean_x
+    span = max(x for x, _ in points) - min(x for x, _ in points)
+    return Line(constant, slope, max(abs(y - constant - slope * x) for x, y in points), slope * span)
 
 
 def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[float], confirmed: list[str]) -> None:
@@ -194,7 +226,11 @@ def table(chosen: list[Contestant], world: int, vocabulary: int, budgets: list[f
         if each.budgeted:
             found = [int(of_budget[-1]["longest"]) * world for of_budget in of_budgets]
         else:
-            found = [int(min(line.longest(budget * GIB) for line in of_parts.values())) for budget in budgets]
+            try:
+                found = [_longest(of_parts, budget * GIB) for budget in budgets]
+            except RuntimeError as error:
+                print(f"left out: {each.name}: {error}", flush=True)
+                continue
         shown = " | ".join(str(of_parts.get(part, "-")) for part in PARTS)
         plain = plain or (found if each.name == CONTESTANTS[0].name else [])
         cells = []

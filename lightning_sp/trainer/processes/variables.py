@@ -37,11 +37,13 @@ def check_variables(environment: Any, variables: Mapping[str, str], *, num_devic
     """
     if type(environment) is TorchElasticEnvironment:
         _check_torchrun(variables, num_devices)
+        _all_ranks(variables, "WORLD_SIZE", num_devices, num_nodes)
     elif type(environment) is SLURMEnvironment:
         numbers = _numbers(
             variables, _OF_SLURM, "SLURM was chosen for SLURM_NTASKS is set", "start the ranks by srun, or unset it"
         )
         _below(numbers, "SLURM_PROCID", "SLURM_NTASKS")
+        _all_ranks(variables, "SLURM_NTASKS", num_devices, num_nodes)
     elif type(environment) is LightningEnvironment:
         _check_lightning(variables, num_nodes)
 
@@ -60,6 +62,19 @@ def _check_torchrun(variables: Mapping[str, str], num_devices: int) -> None:
             f"LOCAL_WORLD_SIZE={started}: torchrun has started {started} ranks on this host, and Trainer(devices=...) has {num_devices}: must "
             f"be as many; give --nproc-per-node={num_devices}, or devices={started}"
         )
+
+
+def _all_ranks(variables: Mapping[str, str], name: str, num_devices: int, num_nodes: int) -> None:
+    """Refuse a Trainer of other ranks than were started: of too few nodes it would keep a world of several on one host's loopback."""
+    if (started := int(variables[name])) == num_devices * num_nodes:
+        return
+    nodes, rest = divmod(started, num_devices)
+    fix = f"give num_nodes={nodes}" if not rest else f"start {num_devices} on each of {num_nodes} nodes"
+    raise SequenceParallelError(
+        f"{name}={started}: so many ranks were started, and Trainer(devices={num_devices}, num_nodes={num_nodes}) has "
+        f"{num_devices * num_nodes}: must be as many; {fix}. A script that several numbers of nodes start reads it: torchrun sets "
+        "GROUP_WORLD_SIZE, SLURM sets SLURM_NNODES"
+    )
 
 
 def _check_lightning(variables: Mapping[str, str], num_nodes: int) -> None:

@@ -13,6 +13,13 @@ TOGETHER = "tests/comm/test_coming_together.py::test_a_save_a_gather_of_weights_
 
 HANGS = (
     fault(
+        "a Trainer of one node in a world of two, whose hosts keep to their loopbacks",
+        "trainer/processes/variables.py",
+        '        _all_ranks(variables, "WORLD_SIZE", num_devices, num_nodes)\n',
+        "",
+        "tests/trainer/processes/test_variables.py::test_a_trainer_of_one_node_in_a_world_of_two_is_refused",
+    ),
+    fault(
         "a rank that saves alone, whose messages meet those of a step",
         "strategy.py",
         "        comm.come_together()\n",

@@ -26,6 +26,8 @@ SLURM = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_NODEID": "0", "SLURM_
         (TorchElasticEnvironment, {**TORCHRUN, "RANK": "2"}, 1, "RANK=2: must be below WORLD_SIZE=2; "),
         (TorchElasticEnvironment, {**TORCHRUN, "LOCAL_RANK": "2"}, 1, "LOCAL_RANK=2: must be below LOCAL_WORLD_SIZE=2; "),
         (TorchElasticEnvironment, {**TORCHRUN, "LOCAL_WORLD_SIZE": "4"}, 1, "LOCAL_WORLD_SIZE=4: torchrun has started 4 ranks on this host"),
+        (TorchElasticEnvironment, TORCHRUN, 2, "WORLD_SIZE=2: so many ranks were started, and Trainer(devices=2, num_nodes=2) has 4"),
+        (SLURMEnvironment, {**SLURM, "SLURM_NTASKS": "4"}, 1, "SLURM_NTASKS=4: so many ranks were started, and Trainer(devices=2, num_node"),
         (SLURMEnvironment, {"SLURM_NTASKS": "2"}, 1, "SLURM_PROCID, SLURM_LOCALID, SLURM_NODEID: not set, and must be, for SLURM was chosen"),
         (SLURMEnvironment, {**SLURM, "SLURM_PROCID": "3"}, 1, "SLURM_PROCID=3: must be below SLURM_NTASKS=2; "),
     ],
@@ -43,6 +45,7 @@ def test_variables_that_do_not_say_a_rank_are_refused(environment, variables, nu
         (LightningEnvironment, {"RANK": "0", "WORLD_SIZE": "8"}, 1),  # left by another run, and read by nobody
         (LightningEnvironment, {"LOCAL_RANK": "1", "NODE_RANK": "1", "GROUP_RANK": "0"}, 2),
         (TorchElasticEnvironment, TORCHRUN, 1),
+        (TorchElasticEnvironment, {**TORCHRUN, "WORLD_SIZE": "4", "GROUP_RANK": "1"}, 2),
         (SLURMEnvironment, SLURM, 1),
     ],
 )
@@ -54,3 +57,10 @@ def test_they_are_read_where_the_trainer_is_made(monkeypatch):
     monkeypatch.setenv("NODE_RANK", "abc")
     with pytest.raises(SequenceParallelError, match=r"^NODE_RANK='abc'"):
         pl.Trainer(strategy=SequenceParallelStrategy(), accelerator="cpu", devices=2, logger=False)
+
+
+def test_a_trainer_of_one_node_in_a_world_of_two_is_refused():
+    with pytest.raises(
+        SequenceParallelError, match=r"^WORLD_SIZE=4: .* num_nodes=1\) has 2: must be as many; give num_nodes=2\."
+    ):
+        check_variables(TorchElasticEnvironment(), {**TORCHRUN, "WORLD_SIZE": "4"}, num_devices=2, num_nodes=1)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -72,7 +73,7 @@ class AlikeNumbers(TorchFunctionMode):
             self._note(each)
 
     def _note(self, tensor: Tensor) -> None:
-        self._made[tensor] = True
+        self._made[_in_memory(tensor)] = True
         self._ids.add(id(tensor))
 
     def _begin(self) -> None:
@@ -105,7 +106,7 @@ class AlikeNumbers(TorchFunctionMode):
             return output
         flat = [part for each in args for part in (each if isinstance(each, (list, tuple)) else [each])]
         given = [each for each in flat if isinstance(each, Tensor)]
-        of_weights = bool(given) and all(isinstance(each, nn.Parameter) or each in self._made for each in given)
+        of_weights = bool(given) and all(isinstance(each, nn.Parameter) or _in_memory(each) in self._made for each in given)
         name = name_of(function)
         if isinstance(output, Tensor):
             if of_weights:
@@ -133,6 +134,11 @@ class AlikeNumbers(TorchFunctionMode):
             is_first = isinstance(first, Tensor) and first.numel() == 1
             return torch.full_like(output, ((name in _BELOW) != self._budget.larger) == is_first)
         return _shown(name, output, self._budget)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return what is referred to weakly: of a DTensor its part, for torch swaps none that is (`self.router.to(...)` of a forward)."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _is_truth(output: Any) -> bool:

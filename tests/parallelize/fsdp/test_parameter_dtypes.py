@@ -1,10 +1,13 @@
 """A layer that its module casts in its forward is cast before it is sharded; where the source does not say so it is refused by name."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.parameter_dtypes import (
@@ -14,6 +17,7 @@ from lightning_sp.parallelize.fsdp.parameter_dtypes import (
 )
 from lightning_sp.parallelize.fsdp.shard_model import shard_model
 from lightning_sp.testing import max_error
+from tests.trainer.tiny import plain_trainer, quiet_trainer
 
 
 class Router(nn.Module):
@@ -88,6 +92,39 @@ def test_a_layer_that_is_cast_by_assignment_trains_as_on_one_device(pools, dtype
         for name, each in expected.items():
             assert found[name].dtype == each.dtype, name
             assert max_error(found[name], each) < (1e-12 if dtype == torch.float64 else 1e-2), name
+
+
+class Routed(pl.LightningModule):
+    """Weights each token by one that casts its classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.router, self.head = nn.Embedding(16, 4), Assigning(torch.float64), nn.Linear(4, 16)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        x = self.embedding(batch["input_ids"])
+        heads = x.unsqueeze(1)
+        x = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).squeeze(1)
+        logits = self.head(x * self.router(x)[..., :1])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def fitted(world: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Routed()
+    rows = [{"input_ids": (torch.arange(16) * (1 + row)) % 16} for row in range(6)]
+    trainer = plain_trainer(max_epochs=1) if world == 1 else quiet_trainer(world)
+    trainer.fit(module, DataLoader(rows, batch_size=2))
+    return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in module.named_parameters()}
+
+
+def test_a_trial_leaves_a_layer_that_is_cast_to_its_own_dtype_as_it_is(pools):
+    expected = fitted(1)
+    for found in pools(2).run(fitted, 2):
+        assert all(max_error(found[name], each) < 1e-10 for name, each in expected.items())
 
 
 def test_layers_of_the_rarer_dtype_are_units_of_their_own():

@@ -563,7 +563,7 @@ PREFLIGHT = (
         "preflight/recording/alike_numbers.py",
         "return tensor._local_tensor if isinstance(tensor, DTensor) else tensor",
         "return tensor",
-        "tests/parallelize/fsdp/test_parameter_dtypes.py::test_a_trial_leaves_a_layer_that_is_cast_to_its_own_dtype_as_it_is",
+        "tests/parallelize/fsdp/test_parameter_dtypes.py::test_a_trial_leaves_a_layer_to_be_cast_in_its_forward",
     ),
     fault(
         "a step that decides by its loss, of which no trial shows another",

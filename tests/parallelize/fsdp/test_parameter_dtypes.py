@@ -99,7 +99,7 @@ class Routed(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.router, self.head = nn.Embedding(16, 4), Assigning(torch.float64), nn.Linear(4, 16)
+        self.embedding, self.router, self.head = nn.Embedding(16, 4), Assigning(torch.float32), nn.Linear(4, 16)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         x = self.embedding(batch["input_ids"])
@@ -121,10 +121,10 @@ def fitted(world: int) -> dict[str, torch.Tensor]:
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in module.named_parameters()}
 
 
-def test_a_trial_leaves_a_layer_that_is_cast_to_its_own_dtype_as_it_is(pools):
+def test_a_trial_leaves_a_layer_to_be_cast_in_its_forward(pools):
     expected = fitted(1)
     for found in pools(2).run(fitted, 2):
-        assert all(max_error(found[name], each) < 1e-10 for name, each in expected.items())
+        assert all(max_error(found[name], each) < 1e-6 for name, each in expected.items())
 
 
 def test_layers_of_the_rarer_dtype_are_units_of_their_own():

@@ -52,7 +52,10 @@ class Recorded(CausalLM):
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        num_targets = int((batch["shift_labels"] != -100).sum())
+        info = getattr(self.trainer.strategy, "_batch", None)
+        # A step finds a filler's targets, of which none counts.
+        is_filler = info is not None and info.is_filler
+        num_targets = 0 if is_filler else int((batch["shift_labels"] != -100).sum())
         self.latest = (self.trainer.global_step, float(loss.detach()), num_targets)
         return loss
 

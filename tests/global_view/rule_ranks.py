@@ -19,6 +19,7 @@ from lightning_sp.context.sequence import SequenceInfo
 from lightning_sp.context.step import SequenceContext, Step
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.global_view.batch import global_batch
+from lightning_sp.global_view.exchange.movement import in_order
 from lightning_sp.global_view.paths_of_torch import paths_as_on_one_device
 from lightning_sp.global_view.tensors.sequence_tensor import SequenceTensor, whole_of
 from lightning_sp.global_view.user_functions.autograd_functions import watched_functions
@@ -194,6 +195,15 @@ REFUSED: dict[str, Any] = {
     ),
     "a bias that hides all keys": lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=HIDES_ALL),
 }
+
+
+def frames_held(stride: int) -> list[int]:
+    """Return how many tokens this rank holds of a strided convolution of 64, of its pool, and of them as the operator takes them."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=2)
+    mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=1)
+    batch, _ = batch_of(64, mesh)
+    y = F.conv1d(batch[0].mT, torch.ones(E, E, 3, dtype=torch.float64), stride=stride)
+    return [y.local.shape[-1], F.max_pool1d(y, stride).local.shape[-1], in_order(y.mT).local.shape[1]]
 
 
 def refused(names: list[str]) -> list[str]:

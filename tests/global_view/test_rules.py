@@ -47,6 +47,10 @@ def test_what_needs_no_whole_stays_split(pools):
     assert {name for name in NAMES if not name.startswith(WHOLE) and name not in USER_CASES} <= split
 
 
+def test_frames_of_a_strided_convolution_take_the_room_of_frames(pools):
+    assert pools(2).run(ranks.frames_held, 8) == [[4, 2, 4]] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

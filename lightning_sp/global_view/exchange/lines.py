@@ -72,7 +72,7 @@ class Lines:
 
         Communicates: one all_to_all, and one in the backward.
         """
-        storage, length = self.own.storage.for_length(part.shape[1]), part.shape[1]
+        storage, length = self.own.storage.fitting(part.shape[1]), part.shape[1]
         ranks = range(storage.layout.size)
         index = torch.stack([storage.positions_of(rank) for rank in ranks]).clamp(max=length - 1).to(part.device)
         some = part.index_select(1, index.flatten())

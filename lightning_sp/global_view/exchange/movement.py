@@ -186,4 +186,4 @@ def in_order(x: SequenceTensor) -> SequenceTensor:
     own = x.placement
     if own.storage.block or own.storage.root is None:
         return x
-    return brought(x, own.storage.root.for_length(own.length))
+    return brought(x, own.storage.root.fitting(own.length))

@@ -87,6 +87,17 @@ class Storage:
             return own
         return own._other(own.layout.padded_length(length), block=own.block)
 
+    def fitting(self, length: int) -> Storage:
+        """Return what holds so many tokens: this, one of more, or where this would be half empty and more, one of as few as that needs.
+
+        A stack of strided convolutions makes 20 frames of 6,400 samples, and what is computed of them is as long as their storage.
+        """
+        if length > self.capacity or self.block or self.is_traced:
+            return self.for_length(length)
+        capacity = self.layout.padded_length(length)
+        own = self.root or self
+        return self if 2 * capacity > self.capacity or own.block else own._other(capacity)
+
     def of_blocks(self, number: int, block: int) -> Storage:
         """Return what holds so many blocks of tokens, each block whole on a rank."""
         self._check_numbers()

@@ -106,7 +106,9 @@ class AlikeNumbers(TorchFunctionMode):
             return output
         flat = [part for each in args for part in (each if isinstance(each, (list, tuple)) else [each])]
         given = [each for each in flat if isinstance(each, Tensor)]
-        of_weights = bool(given) and all(isinstance(each, nn.Parameter) or _in_memory(each) in self._made for each in given)
+        of_weights = bool(given) and all(
+            isinstance(each, nn.Parameter) or _in_memory(each) in self._made for each in given
+        )
         name = name_of(function)
         if isinstance(output, Tensor):
             if of_weights:

@@ -16,6 +16,13 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "frames of a strided convolution that take the room of samples",
+        "global_view/rules/along_sequence/convolutions.py",
+        "    target = own.storage.fitting(length)\n",
+        "    target = own.storage.for_length(length)\n",
+        "tests/global_view/test_rules.py::test_frames_of_a_strided_convolution_take_the_room_of_frames",
+    ),
+    fault(
         "numbers that are added to tokens, written over them",
         "global_view/rules/indexing/writing.py",
         "        x.local.index_put_(tuple(into), value, accumulate=True)\n",

@@ -77,6 +77,16 @@ def strided(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     )
 
 
+def frames(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
+    """A fourth as many frames as tokens, that attend to each other, as of sounds; then as many as tokens again."""
+    y = F.conv1d(x.mT, w.full_kernel, w.bias, stride=4).mT
+    heads = y.unflatten(-1, (2, -1)).transpose(1, 2)
+    out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).transpose(1, 2).flatten(2) + y
+    written = (heads @ heads.mT + w.bias[: y.shape[1]]).softmax(-1) @ heads
+    again = F.interpolate(F.avg_pool1d(out.mT, 2), size=x.shape[1]).mT + x
+    return out, written, again, torch.cat([x, out], 1), out[:, 1:] * y[:, :-1], y.mean(1), out[:, -1] + x[:, 0]
+
+
 def norms(x: Tensor, ids: Tensor, mask: Tensor, w: Whole) -> Any:
     y, middle, variance = x.mT, torch.zeros(E, dtype=x.dtype), torch.ones(E, dtype=x.dtype)
     return (
@@ -303,6 +313,7 @@ LINE_CASES: dict[str, Case] = {
     "Fourier transforms": transforms,
     "recurrent layers": recurrent,
     "strided convolutions": strided,
+    "frames of a strided convolution": frames,
     "norms over the sequence": norms,
     "statistics": statistics,
     "repeated sequences": repeated,

@@ -137,7 +137,7 @@ def _summed(
 ) -> SequenceTensor:
     """Return the sum of what each place of the kernel gives. Shapes: (B, C, ..., L, ...) -> (B, C', ..., N, ...)."""
     own, length = x.placement, len(places[0])
-    target = own.storage.for_length(length)
+    target = own.storage.fitting(length)
     total: Tensor | None = None
     for k, at in enumerate(places):
         index = torch.where((at >= 0) & (at < own.length), at, -1)

@@ -1,8 +1,9 @@
 """The numbers that a step shows, on the ranks and on one device.
 
-    |shown - wanted| <= 1e-5 max(|shown|, |wanted|)        in 16 bits: 8e-2 max(|shown|, |wanted|, 1)
+    |shown - wanted| <= max(1e-5 max(|shown|, |wanted|), 16 m)        in 16 bits: 8e-2 max(|shown|, |wanted|, 1)
 
-`shown` is what the ranks log, reduced as Lightning reduces it; `wanted` is that of whole sequences, each data-parallel group's counted once.
+`shown` is what the ranks log, reduced as Lightning reduces it; `wanted` is that of whole sequences, each data-parallel group's counted once;
+m is how far that moves where weights do by a rounding (`rounded_numbers.py`), 0 where that was not asked.
 A number that decides about the run, a monitored one, is refused where it differs; any other is named in a warning. What differs between two
 whole runs, a time, is not judged.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
@@ -23,6 +24,8 @@ from lightning_sp.preflight.recording.logged import WEIGHT, Number
 
 # Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
 TOLERANCE, TOLERANCE_IN_16_BITS = 1e-5, TOLERANCES[torch.bfloat16]
+# Of two runs of each number, which show some of the roundings that there may be.
+_MOVES = 16.0
 # Of a share of tokens, in float32.
 _ROUNDING = 2e-7
 # What Lightning adds to a name under which a number is monitored.
@@ -45,6 +48,7 @@ class RankNumbers:
         again: of the same once more.
         sharded: of this rank's part.
         in_16_bits: whether the weights are in those.
+        moves: how far a number of the whole moves where weights do by a rounding.
     """
 
     sequence_rank: int
@@ -52,6 +56,7 @@ class RankNumbers:
     again: Mapping[str, Number]
     sharded: Mapping[str, Number]
     in_16_bits: bool
+    moves: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,10 @@ def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None
     tolerance, floor = (TOLERANCE_IN_16_BITS, 1.0) if of_ranks[0].in_16_bits else (TOLERANCE, 0.0)
     if name.endswith(WEIGHT) and _of_shapes(name, of_ranks):
         return None
+    rounded = _MOVES * sum(each.moves.get(name, 0.0) for _, each in having)
     for rank, shown, wanted in pairs:
-        if math.isfinite(wanted) and not abs(shown - wanted) <= tolerance * max(abs(shown), abs(wanted), floor):
+        allowed = max(tolerance * max(abs(shown), abs(wanted), floor), rounded)
+        if math.isfinite(wanted) and not abs(shown - wanted) <= allowed:
             return Difference(name, rank, Number(shown, reduced), wanted)
     return None
 

@@ -14,6 +14,7 @@ from lightning_sp.preflight.numbers import RankNumbers, coarse_numbers, counted_
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.attributes import ATTRIBUTE
 from lightning_sp.preflight.recording.logged import OF_LOGGER
+from lightning_sp.preflight.rounded_numbers import with_moves
 from lightning_sp.preflight.trial import SEED, Trial
 
 
@@ -45,6 +46,7 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
     of_one, again = (apart.numbers_of_whole(seed) for seed in (SEED, SEED + 1))
     in_16_bits = any(torch.finfo(dtype).bits == 16 for dtype in whole.dtypes)
     own = RankNumbers(trial.sequence_rank, of_one, again, sharded.numbers, in_16_bits)
+    own = with_moves(own, trial.module, lambda: apart.numbers_of_whole(SEED), trial.control_group)
     of_ranks = comm.gather_objects(own, trial.control_group)
     # A step logs other names in other batches.
     trial.context.logged_once.setdefault("training_step", {}).update(counted_once(of_ranks))

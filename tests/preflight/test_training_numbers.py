@@ -70,3 +70,9 @@ def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
         assert found["num_steps"] == 0
     for found in pools(2).run(ranks.trained, 2, ("right",), dict(ring_size=2), "val_loss"):
         assert found["error"] == ""
+
+
+def test_a_number_that_is_the_rounding_of_0_is_one_devices(pools: Any):
+    for found in pools(2).run(ranks.trained, 2, ("right", "zero"), dict(ring_size=2), "zero_epoch"):
+        assert (found["error"], found["said"]) == ("", [])
+        assert 0 < abs(found["logged"]["zero_epoch"]) < 1e-12

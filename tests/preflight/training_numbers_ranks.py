@@ -37,6 +37,9 @@ class Trained(Shown):
             if "kept" in self.kinds:
                 self.num_tokens += batch["input_ids"].numel()
                 self.memory[: len(logits)] = logits.mean(1).to(self.memory)
+            if "zero" in self.kinds:
+                normed = torch.nn.functional.layer_norm(logits, logits.shape[-1:])
+                self.log("zero", normed.mean(), sync_dist=True, on_epoch=True)
             if "normed" in self.kinds:  # any tokens' have this norm
                 self.normed = torch.nn.functional.normalize(logits[:, -4:], dim=-1)
         return loss

@@ -44,6 +44,7 @@ from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, n
 from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers, numbers_read
 from lightning_sp.preflight.recording.token_outcomes import Other, TokenOutcomes, Tokens
 from lightning_sp.preflight.recording.watch import AttentionCall
+from lightning_sp.preflight.rounded_numbers import with_moves
 from lightning_sp.preflight.trial import SEED, alone, attention_calls, together
 from lightning_sp.step.isolation.snapshot import isolated
 from lightning_sp.step.results.kept_values import KeptValues
@@ -292,8 +293,10 @@ def run_part(
     moved = partial(_moved, own, runner, run, options, name=name, predicts=predicts, turned=turned)
     differ = [_unlike(module, shown, whole.outputs, whole.other), _unlike(module, kept, whole.kept, whole.kept_again)]
     outputs, kept_otherwise = _but_for_rounding(differ, moved, world)
+    numbers = RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, has_16_bit_weights(module))
+    again = partial(_shown, own, runner, run, options, SEED, name=name, predicts=predicts, turned=turned)
     return PartRun(
-        numbers=RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, has_16_bit_weights(module)),
+        numbers=with_moves(numbers, module, lambda: again().numbers, world),
         outputs=outputs,
         kept=why or kept_otherwise,
         keeps=keeps,

@@ -559,6 +559,13 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_results.py::test_what_begins_at_a_lower_loss_is_refused_before_the_first_step[weight]",
     ),
     fault(
+        "a logged number that is the rounding of 0, taken for another one than one device's",
+        "preflight/rounded_numbers.py",
+        "    return replace(own, moves=moves)\n",
+        "    return own\n",
+        "tests/preflight/test_training_numbers.py::test_a_number_that_is_the_rounding_of_0_is_one_devices",
+    ),
+    fault(
         "a trial that keeps torch from casting a layer in its forward",
         "preflight/recording/alike_numbers.py",
         "return tensor._local_tensor if isinstance(tensor, DTensor) else tensor",

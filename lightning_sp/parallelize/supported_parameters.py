@@ -30,10 +30,17 @@ def check_parameters(root: nn.Module) -> None:
     }
     for name, parameter in strange.items():
         kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
+        others = f", with {len(strange) - 1} more like it" if len(strange) > 1 else ""
+        plain = type(parameter.data) is torch.Tensor or issubclass(kind, nn.Parameter)
         raise SequenceParallelError(
-            f"{user_name(name)} is a {kind.__module__}.{kind.__qualname__}, with {len(strange) - 1} more like it: what a shard of it is, and "
-            "how rank 0's values reach the others, is known for plain tensors alone; quantized weights are carried if they are frozen and of "
-            "bitsandbytes (4-bit) or torchao (requires_grad=False, with LoRA); run lazy modules once before the Trainer gets them"
+            f"{user_name(name)} is a {kind.__module__}.{kind.__qualname__}{others}: what a shard of it is, and "
+            "how rank 0's values reach the others, is known for plain tensors alone; "
+            + (
+                "make it a plain nn.Parameter, and note by an attribute of it what it is (weight.kind = ...): its shard keeps that"
+                if plain and not isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+                else "quantized weights are carried if they are frozen and of bitsandbytes (4-bit) or torchao (requires_grad=False, with LoRA); "
+                "run lazy modules once before the Trainer gets them"
+            )
         )
     for name, parameter in root.named_parameters():
         if parameter.numel() == 0:

@@ -37,7 +37,7 @@ def check_parameters(root: nn.Module) -> None:
             "how rank 0's values reach the others, is known for plain tensors alone; "
             + (
                 "make it a plain nn.Parameter, and note by an attribute of it what it is (weight.kind = ...): its shard keeps that"
-                if plain and not isinstance(parameter, nn.parameter.UninitializedTensorMixin)
+                if plain and not isinstance(parameter, nn.UninitializedParameter)
                 else "quantized weights are carried if they are frozen and of bitsandbytes (4-bit) or torchao (requires_grad=False, with LoRA); "
                 "run lazy modules once before the Trainer gets them"
             )

@@ -23,6 +23,7 @@ from lightning_sp.parallelize.compilation import (
 from lightning_sp.parallelize.delayed_init import DelayedWeights, recorded
 from lightning_sp.parallelize.float8 import check_float8_device, check_float8_layers, convert_to_float8
 from lightning_sp.parallelize.fsdp import (
+    LearnsOutsideError,
     ParameterLayout,
     RootUnit,
     abandon_forward,
@@ -95,6 +96,7 @@ __all__ = [
     "BlockCheckpoints",
     "DelayedWeights",
     "InitialState",
+    "LearnsOutsideError",
     "MetaDevice",
     "MlpTiles",
     "ParameterLayout",

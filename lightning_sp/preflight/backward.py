@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError, text_of
-from lightning_sp.parallelize import optional_units, used_parameters
+from lightning_sp.parallelize import LearnsOutsideError, optional_units, used_parameters
 from lightning_sp.preflight.comparison import plain_name
 
 # What torch says where a backward reads a weight that FSDP has freed: of a sharded one, or of memory that is gone.
@@ -42,7 +42,7 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
         try:
             with _forgotten_if_it_fails(module):
                 loss.backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
+        except (RuntimeError, LearnsOutsideError) as error:
             if "storage of size 0" in text_of(error):
                 raise SequenceParallelError(
                     f"preflight: the backward of training_step needs weights that FSDP has freed ({error}): what "
@@ -50,7 +50,8 @@ def gradients_of(module: nn.Module, loss: Tensor | None) -> dict[str, Tensor | N
                     "an attribute, and not its output; have gradients from torch.autograd.grad(..., create_graph=True), or write the penalty "
                     "with finite differences, (critic(x + d) - critic(x)) / d.norm(); return what the loss reads from the layer's forward"
                 ) from error
-            if not any(words in text_of(error) for words in _OF_FREED_WEIGHTS):
+            is_freed = any(words in text_of(error) for words in _OF_FREED_WEIGHTS)
+            if not is_freed and not isinstance(error, LearnsOutsideError):
                 raise
             raise SequenceParallelError(
                 f"preflight: the backward of training_step runs layers whose weights FSDP has freed ({_first_line(error)}): a function of the "

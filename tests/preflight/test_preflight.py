@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightning_sp import SequenceParallelError
+from lightning_sp.parallelize import LearnsOutsideError
 from lightning_sp.preflight import backward
 from tests.preflight import preflight_ranks as ranks
 from tests.slow import slow
@@ -264,21 +265,30 @@ def repr_of(value):
 
 
 class RunsFreedLayers(torch.autograd.Function):
-    """Its backward fails as torch does where a layer's weight is a shard again."""
+    """Its backward fails as one where a layer's weight is a shard again."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, error):
+        ctx.error = error
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        raise RuntimeError("aten.native_layer_norm.default got mixed torch.Tensor and DTensor")
+        raise ctx.error
 
 
-def test_a_backward_that_runs_freed_layers_is_named():
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("aten.native_layer_norm.default got mixed torch.Tensor and DTensor"),
+        LearnsOutsideError("layer_norm of a weight of shape (2,)"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_backward_that_runs_freed_layers_is_named(error):
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(
         SequenceParallelError,
         match=r"the backward of training_step runs layers whose weights FSDP has freed.*as Reformer's",
     ):
-        backward.gradients_of(layer, RunsFreedLayers.apply(layer(torch.ones(1, 2))).sum())
+        backward.gradients_of(layer, RunsFreedLayers.apply(layer(torch.ones(1, 2)), error).sum())

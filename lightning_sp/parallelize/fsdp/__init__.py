@@ -4,7 +4,7 @@ from lightning_sp.parallelize.fsdp.abandoned_forward import abandon_forward, dro
 from lightning_sp.parallelize.fsdp.added_parameters import check_added
 from lightning_sp.parallelize.fsdp.dtensor.behind_runs import watch_behind_runs
 from lightning_sp.parallelize.fsdp.dtensor.outside_gradients import forget_reads, is_read_outside
-from lightning_sp.parallelize.fsdp.dtensor.plain_operands import as_torch_does
+from lightning_sp.parallelize.fsdp.dtensor.plain_operands import LearnsOutsideError, as_torch_does
 from lightning_sp.parallelize.fsdp.dtensor.sharded_tensors import num_writes, used_as_whole
 from lightning_sp.parallelize.fsdp.freed_behind_runs import freed_behind_run
 from lightning_sp.parallelize.fsdp.gathers.checked_gathers import failing_together
@@ -37,6 +37,7 @@ from lightning_sp.parallelize.fsdp.units.root_unit import RootUnit, write_counts
 from lightning_sp.parallelize.fsdp.unused_parameters import used_parameters
 
 __all__ = [
+    "LearnsOutsideError",
     "ParameterLayout",
     "RootUnit",
     "abandon_forward",

@@ -25,6 +25,11 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.parallelize.fsdp.dtensor.behind_runs import together
 from lightning_sp.parallelize.fsdp.dtensor.empty_parts import fails_on_empty_parts
 
+
+class LearnsOutsideError(SequenceParallelError):
+    """A weight that is sharded outside of a step meets a tensor that needs a gradient."""
+
+
 # Odd numbers without a pattern, of SplitMix64.
 _OF_BITS, _OF_PLACES = -0x61C8864680B583EB, -0x40A7B892E31B1A47
 _REFUSED = "mixed torch.Tensor and DTensor"  # torch's words, before anything is done
@@ -170,7 +175,7 @@ def _looked_up(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _refuse_to_learn(function: Callable[..., Any], given: list[Any]) -> None:
     weights = [each for each in given if isinstance(each, DTensor)]
     sharded = next((each for each in weights if each.is_leaf), weights[0])
-    raise SequenceParallelError(
+    raise LearnsOutsideError(
         f"{getattr(function, '__name__', function)} of a weight of shape {tuple(sharded.shape)}, which is sharded outside of a step, meets a "
         "tensor that needs a gradient: no rank would add the weight's to the others'; what a hook looks at is computed under "
         "torch.no_grad(), and what is to be learned in training_step"

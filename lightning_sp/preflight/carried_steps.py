@@ -20,7 +20,7 @@ from lightning_sp.data.batch.shard_options import ShardOptions
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.batches.batches_to_try import BatchesToTry
 from lightning_sp.preflight.evaluation.first_evaluation import FirstEvaluationBatches
-from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, with_lines
+from lightning_sp.preflight.refusals import explained, first_sentence, is_of_communication, is_of_numbers, with_lines
 from lightning_sp.preflight.run import TrialFailedError
 from lightning_sp.preflight.views import Views
 from lightning_sp.step.batch_starts import BatchStarts
@@ -96,7 +96,8 @@ class CarriedSteps(BatchStarts, ABC):
             refusal = error
         rank_zero_info(
             f"sequence_parallel: {kind or 'training'}_step is refused on each rank's part of the sequence: {first_sentence(str(refusal))}. "
-            "It is tried in the global view, which shows the step whole sequences; global_view=False leaves it refused"
+            "It is tried in the global view, which shows the step whole sequences; global_view=False leaves it "
+            f"{'on parts, with a warning' if is_of_numbers(refusal) else 'refused'}"
         )
         if self._undo_hooks is not None:  # before the view changes what it keeps at modules
             self._undo_hooks()

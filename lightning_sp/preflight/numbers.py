@@ -183,9 +183,9 @@ def described(differ: Sequence[Difference], step: str, monitored: Collection[str
         SequenceParallelError: one of them is monitored.
     """
     text = (
-        f"preflight: {step} shows other numbers than one device: {'; '.join(each.describe() for each in differ)}. A rank that makes a number of "
-        "its own tokens alone: use a torchmetrics metric, lightning_sp.reductions (batch_mean(x, mask), unshard(x)), global_view=True, or "
-        "sync_dist=True for a mean over equally many tokens. A number that all ranks of a sequence have, counted by each: "
+        f"preflight: {step} shows other numbers than one device: {'; '.join(each.describe() for each in differ)}; for a number that a "
+        "rank makes of its own tokens alone: use a torchmetrics metric, lightning_sp.reductions (batch_mean(x, mask), unshard(x)), "
+        "global_view=True, or sync_dist=True for a mean over equally many tokens. A number that all ranks of a sequence have, counted by each: "
         "self.metric.process_group = self.trainer.strategy.data_parallel_group counts it once. A batch_size that counts a rank's own tokens: "
         "sync_dist=True adds them up"
     )

@@ -9,7 +9,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.loss.check import LossDiffersError
 from lightning_sp.preflight.evaluation.judgement import NotComparedError
 from lightning_sp.preflight.explain.verdict import ResultDiffersError
-from lightning_sp.preflight.training_numbers import AttributesDifferError
+from lightning_sp.preflight.training_numbers import NumbersDifferError
 
 
 def explained(refusal: SequenceParallelError, run: Callable[[], object]) -> SequenceParallelError:
@@ -32,7 +32,12 @@ def with_lines(error: SequenceParallelError, *lines: str) -> SequenceParallelErr
     text = "\n".join(lines)
     if isinstance(error, NotComparedError):
         return NotComparedError(text, of_part=error.of_part, of_numbers=error.of_numbers, undecided=error.undecided)
-    return AttributesDifferError(text) if isinstance(error, AttributesDifferError) else SequenceParallelError(text)
+    return NumbersDifferError(text) if isinstance(error, NumbersDifferError) else SequenceParallelError(text)
+
+
+def is_of_numbers(error: SequenceParallelError) -> bool:
+    """Return whether a step is refused for numbers that it shows: without another view a warning says so, and it runs on."""
+    return bool(getattr(error, "of_numbers", False))
 
 
 def is_of_communication(error: BaseException) -> bool:

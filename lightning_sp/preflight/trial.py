@@ -70,7 +70,7 @@ class Trial:
         device: where the module is.
         control_group: the world, on a backend for host objects.
         in_float32: switches autocast off for the runs within; None where there is none.
-        may_retry: a refusal is not the last word: no causes are looked for, and attributes that are not one device's are refused.
+        may_retry: a refusal is not the last word: no causes are looked for, and numbers that are not one device's are refused.
         shown: calls that hide terms of the loss, and are to show them.
         turned: calls that give one outcome for all tokens, and are to give others for some.
         turned_once: for one token of each row alone.
@@ -264,12 +264,12 @@ class Trial:
 
     def numbers_of_whole(self, seed: int) -> Mapping[str, Number]:
         """Run the whole crop forward and return what it logs, each data-parallel group's counted once. Every rank must call it."""
-        with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found:
+        outcomes = TokenOutcomes(self._tokens(self.batch, 0), self.turned) if self.turned else nullcontext()
+        with together(), self._alone(self.batch, seed), recorded_numbers(self.module) as found, outcomes:
             output = self.run_whole()
             found.attributes(self.module, self.control_group)
             found.handed(output if self.context.hands_outputs else None)
-            mesh = self.context.mesh
-            found.metrics(self.module, mesh.data_group, self.control_group, mesh.token_group)
+            found.metrics(self.module, self.context.mesh.data_group, self.control_group, self.context.mesh.token_group)
         return found.numbers
 
     def traced_whole(self, trace: Trace) -> float | None:

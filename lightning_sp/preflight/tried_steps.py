@@ -27,7 +27,7 @@ from lightning_sp.preflight.first_batch import TriedBatch, shapes_inferred, try_
 from lightning_sp.preflight.recording.numbers_read.followed_batches import follow
 from lightning_sp.preflight.recording.unheard import prints_held
 from lightning_sp.preflight.refusals import first_sentence
-from lightning_sp.preflight.training_numbers import AttributesDifferError
+from lightning_sp.preflight.training_numbers import NumbersDifferError
 from lightning_sp.step.evaluation import EvaluationProgress
 from lightning_sp.step.results.kept_values import KeptValues
 from lightning_sp.step.users_numbers.counters import Counter, reads_batch_index
@@ -163,7 +163,7 @@ class TriedSteps(CarriedSteps, ABC):
 
         try:
             found = self._carried(tried, tried_after=False)
-        except AttributesDifferError:  # in both views, or the global view refuses the step: a warning is left
+        except NumbersDifferError:  # in both views, or the global view refuses the step: a warning is left
             found = tried()
         if differed is not None and self.sees_whole_sequences == before:
             raise differed  # by a trial of the next batch it is not explained
@@ -203,6 +203,11 @@ class TriedSteps(CarriedSteps, ABC):
             rank_zero_info(
                 f"training_step is in the global view from optimizer step {after} on, for a rank's part of the sequence ends it there with an "
                 "error: steps before that did so, too, would have ended"
+            )
+        elif after and self._views.is_for_numbers(self._kind):
+            rank_zero_warn(
+                f"training_step is in the global view from optimizer step {after} on, for what it logs. Numbers that it logged before may be of "
+                "a rank's part of the sequence; weights are one device's"
             )
         elif after:
             rank_zero_warn(

@@ -15,6 +15,7 @@ class Views:
         self._refusals: dict[str, str] = {}
         self._given_up: set[str] = set()
         self._ended: set[str] = set()
+        self._for_numbers: set[str] = set()
 
     def sees_whole(self, kind: str) -> bool:
         """Return whether a kind of step is in the global view; the kind is the evaluation's name, empty in training."""
@@ -33,13 +34,20 @@ class Views:
         self._refusals[kind] = str(refusal)
         if getattr(refusal, "ends_steps", False):
             self._ended.add(kind)
+        if getattr(refusal, "of_numbers", False):
+            self._for_numbers.add(kind)
 
     def part_ends(self, kind: str) -> bool:
         """Return whether its part was refused by the step itself, which would have ended any before."""
         return kind in self._ended
 
+    def is_for_numbers(self, kind: str) -> bool:
+        """Return whether its part was refused for what it logs alone."""
+        return kind in self._for_numbers
+
     def give_up(self, kind: str) -> None:
         """Have a kind of step see its part again: the global view refuses it, too."""
         del self._refusals[kind]
         self._ended.discard(kind)
+        self._for_numbers.discard(kind)
         self._given_up.add(kind)

@@ -34,7 +34,7 @@ def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, world: int, strat
     assert [each["error"] for each in (found, *others)] == [""] * world
     (said,) = found["said"]
     assert said.startswith("preflight: training_step on a crop of 2 x "), said
-    listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
+    listed = said.partition("than one device: ")[2].partition("; for a number that a rank makes")[0].split("; ")
     assert [each.partition(" =")[0] for each in listed] == [
         "entropy",
         "by_tokens (batch_size)",

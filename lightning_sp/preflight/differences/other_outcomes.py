@@ -20,7 +20,7 @@ from lightning_sp.preflight.differences.hidden_branches import first_names
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import Line, numbers_of_parts
-from lightning_sp.preflight.recording.token_outcomes import Other, Truths
+from lightning_sp.preflight.recording.token_outcomes import TRUTHS, Other, Truths
 from lightning_sp.preflight.trial import Trial
 
 # Calls that are tried each by itself: truths, and where the step does not run with others shown in all.
@@ -76,6 +76,11 @@ def common_calls(
 def uniform_calls(calls: Mapping[Call, Other]) -> dict[Call, Other]:
     """Return the calls that give all tokens one outcome."""
     return {call: other for call, other in calls.items() if not isinstance(other, (tuple, Truths))}
+
+
+def turned_alone(calls: Mapping[Call, Other]) -> dict[Call, Other]:
+    """Return calls with truths that are turned at tokens, and not by another number that they are compared with."""
+    return {call: None if call.function in TRUTHS else other for call, other in calls.items()}
 
 
 def rare_outcomes(

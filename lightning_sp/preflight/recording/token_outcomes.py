@@ -31,7 +31,8 @@ from lightning_sp.preflight.recording.users_lines import INSTALLED
 
 _LONG_NAMES = {"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"}
 _ORDERED, _EQUAL = {"lt", "le", "gt", "ge"}, {"eq", "ne"}
-_TRUTHS = _ORDERED | _EQUAL | {"isin", "isnan", "isinf", "isfinite", "isclose", "signbit"}
+# Functions that say of each token whether something is true.
+TRUTHS = _ORDERED | _EQUAL | {"isin", "isnan", "isinf", "isfinite", "isclose", "signbit"}
 # Functions that give a whole number for each token, of which 0 and 1 are as good as any.
 _CLASSES = {"argmax", "argmin", "floor_divide", "floordiv", "remainder", "mod", "bitwise_and", "and", "bucketize"}
 # Functions that give each token's choice among a few, alone or behind its value.
@@ -190,7 +191,7 @@ class TokenOutcomes(TorchFunctionMode):
         call = Call(*key, self._numbers[key])
         self._numbers[key] += 1
         if self._truths:
-            shown = (each.shown(of_tokens, self._tokens) for each in self._truths if name in _TRUTHS)
+            shown = (each.shown(of_tokens, self._tokens) for each in self._truths if name in TRUTHS)
             return next((each for each in shown if each is not None), output)
         if call in self._shown:
             return self._other(call, self._shown[call], function, (args, kwargs), output)
@@ -200,7 +201,7 @@ class TokenOutcomes(TorchFunctionMode):
             is_known, other = _other_of(name, args, kwargs, output)
             if is_known:
                 self.found[call] = other
-        elif name in _TRUTHS and not call.number:
+        elif name in TRUTHS and not call.number:
             if (truths := Truths.of_crop(of_tokens, self._tokens, call)) is not None:
                 self.found[call] = truths
         elif name in _CHOICES and 1 < len(several := torch.unique(of_tokens)) <= _MOST_CHOICES:
@@ -248,7 +249,7 @@ def _of_tokens(name: str, args: tuple[Any, ...], output: Any) -> Tensor | None:
         output = output[1] if isinstance(output, tuple) else None
     if type(output) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(output) or not output.numel():
         return None
-    if name in _TRUTHS:
+    if name in TRUTHS:
         return output if output.dtype is torch.bool else None
     if name in _CLASSES | _CHOICES:
         return None if output.is_floating_point() or output.is_complex() or output.dtype is torch.bool else output

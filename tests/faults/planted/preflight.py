@@ -165,6 +165,27 @@ PREFLIGHT = (
         "tests/preflight/differences/test_other_tokens.py::test_learned_arrays_are_refused_without_the_preflight[ring]",
     ),
     fault(
+        "a mean that is synchronized, of as many targets on each rank in the first batch alone",
+        "preflight/training_numbers.py",
+        "        if calls:\n",
+        "        if False:\n",
+        "tests/preflight/test_logged_numbers.py::test_a_number_by_hand_is_one_devices[synchronized-{'ring_size': 2}]",
+    ),
+    fault(
+        "an outcome that is turned at tokens of all parts, which count as many then",
+        "preflight/differences/other_outcomes.py",
+        "    return {call: None if call.function in TRUTHS else other for call, other in calls.items()}",
+        "    return {**calls}",
+        "tests/preflight/test_logged_numbers.py::test_a_number_by_hand_is_one_devices[synchronized-{'ring_size': 2}]",
+    ),
+    fault(
+        "a step in the global view for what it logs late, whose weights before are said to be wrong",
+        "preflight/views.py",
+        "            self._for_numbers.add(kind)",
+        "            pass",
+        "tests/preflight/test_logged_numbers.py::test_one_that_is_logged_late_is_one_devices_from_then_on",
+    ),
+    fault(
         "numbers that training_step logs, not looked at",
         "preflight/training_numbers.py",
         "    if not any(comm.gather_objects(others, trial.control_group)):\n",
@@ -1030,8 +1051,8 @@ PREFLIGHT = (
     fault(
         "a count of a rank's own tokens in an attribute, by which a learning rate is set",
         "preflight/training_numbers.py",
-        "        if trial.may_retry and any(",
-        "        if False and any(",
+        "() if trial.may_retry else monitored)\n        if trial.may_retry:\n",
+        "() if trial.may_retry else monitored)\n        if False:\n",
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[rate_by_tokens]",
     ),
     fault(

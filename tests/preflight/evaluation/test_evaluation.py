@@ -40,7 +40,7 @@ def test_numbers_of_a_shard_are_named_in_a_warning(pools: Any, run: str):
     (said,) = found["said"]
     step = "test_step" if run == "test" else "validation_step"
     assert said.startswith(f"preflight: {step} on a crop of 2 x 32 tokens shows other numbers than one device: ")
-    listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
+    listed = said.partition("than one device: ")[2].partition("; for a number that a rank makes")[0].split("; ")
     assert [each.partition(" =")[0] for each in listed] == ["entropy", "norm (returned)", "total"]
     # What all ranks have counts once: as many batches as validation has.
     assert found["logged"]["summed"] == pytest.approx(found["num_steps"] * found["logged"]["val_loss"], rel=1e-6)
@@ -58,7 +58,7 @@ def test_a_monitored_number_of_a_shard_is_refused_on_all_ranks(pools: Any):
 def test_a_number_is_not_hidden_by_a_metric_of_its_name_nor_by_how_it_is_logged(pools: Any):
     found, _ = pools(2).run(ranks.shown, 2, "validate", ("hidden",), dict(ring_size=2))
     (said,) = found["said"]
-    listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
+    listed = said.partition("than one device: ")[2].partition("; for a number that a rank makes")[0].split("; ")
     assert [each.partition(" =")[0] for each in listed] == ["accuracy", "alone"], said
 
 
@@ -81,7 +81,7 @@ def test_what_is_gathered_until_the_end_of_an_epoch_is_refused_where_it_is_monit
 def test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared(pools: Any):
     found, _ = pools(2).run(ranks.shown, 2, "validate", ("kept", "masked"), dict(ring_size=2))
     said, kept = found["said"]
-    listed = said.partition("than one device: ")[2].partition(". A rank that makes")[0].split("; ")
+    listed = said.partition("than one device: ")[2].partition("; for a number that a rank makes")[0].split("; ")
     # Not the loss of targets that a hook has left out: it has them whole, in the trial too, which fails without what the hook adds.
     assert [each.partition(" =")[0] for each in listed] == ["self.of_rows[0] of shape (2,) (attribute)"]
     assert "What a step leaves in an attribute is this rank's own: a later step, or the end of the epoch" in said

@@ -51,10 +51,10 @@ class Logged(Tuned):
 
 
 def _batches() -> Iterator[dict[str, Tensor]]:
-    # Few ids, of which an untrained model predicts some.
+    # Few ids, of which an untrained model predicts some; both parts of the first batch have each of them as often.
     drawn = torch.Generator().manual_seed(0)
     for index in range(5):
-        ids = torch.randint(0, 3, (2, _LENGTH), generator=drawn)
+        ids = torch.randint(0, 3, (2, _LENGTH // 4), generator=drawn).repeat(1, 4)
         labels = ids.clone()
         labels[:, _LENGTH - 2 * index :] = -100
         yield {"input_ids": ids, "shift_labels": labels}

@@ -1049,11 +1049,11 @@ PREFLIGHT = (
         "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[ema_before_zero_grad]",
     ),
     fault(
-        "a count of a rank's own tokens in an attribute, by which a learning rate is set",
+        "a number of a rank's own tokens that a step logs, named in a warning alone",
         "preflight/training_numbers.py",
         "() if trial.may_retry else monitored)\n        if trial.may_retry:\n",
         "() if trial.may_retry else monitored)\n        if False:\n",
-        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[rate_by_tokens]",
+        "tests/preflight/test_logged_numbers.py::test_a_number_by_hand_is_one_devices[by hand-{'ring_size': 2}]",
     ),
     fault(
         "a step that reads by places in the whole sequence refused for its crop",

@@ -1053,7 +1053,7 @@ PREFLIGHT = (
         "preflight/training_numbers.py",
         "() if trial.may_retry else monitored)\n        if trial.may_retry:\n",
         "() if trial.may_retry else monitored)\n        if False:\n",
-        "tests/preflight/test_logged_numbers.py::test_a_number_by_hand_is_one_devices[by hand-{'ring_size': 2}]",
+        "tests/preflight/test_logged_numbers.py::test_one_that_is_logged_late_is_one_devices_from_then_on",
     ),
     fault(
         "a step that reads by places in the whole sequence refused for its crop",

@@ -336,6 +336,7 @@ class StepRunner:
 
     def _begin(self, batch: SequenceInfo, loss_group: dist.ProcessGroup | None) -> Step:
         self._root_unit = RootUnit(self.module)
+        self._root_unit.note_switches()
         mesh, added = self.context.run_mesh, self.context.adds_up_rows
         step = Step(batch=batch, loss_group=loss_group, token_group=mesh.token_group, adds_up_rows=added)
         self.context.begin(step)

@@ -306,9 +306,23 @@ GLOBAL_VIEW = (
     fault(
         "a layer that stays toggled on",
         "parallelize/fsdp/units/root_unit.py",
-        "                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)\n",
-        "                pass\n",
-        "tests/trainer/optimizers/test_optimizers.py::test_layers_of_the_module_itself_are_toggled",
+        "            for each in self._all():\n",
+        "            for each in ():\n",
+        "tests/trainer/optimizers/test_optimizers.py::test_layers_learn_where_one_device_has_them_learn[toggled behind a forward]",
+    ),
+    fault(
+        "a layer that a step switches off, on again behind it",
+        "parallelize/fsdp/units/root_unit.py",
+        "                    shard.requires_grad_(learns)\n",
+        "",
+        "tests/trainer/optimizers/test_optimizers.py::test_layers_learn_where_one_device_has_them_learn[switched for good]",
+    ),
+    fault(
+        "a layer that learns by its shards where a step has switched what is whole",
+        "parallelize/fsdp/units/root_unit.py",
+        "learns = not self._learned[each] if",
+        "learns = shard.requires_grad if",
+        "tests/trainer/optimizers/test_optimizers.py::test_layers_learn_where_one_device_has_them_learn[switched for a turn]",
     ),
     fault(
         "added numbers that hide all keys of a query, computed",

@@ -105,9 +105,10 @@ def test_one_that_cannot_be_tried_is_said_to_be_so(pools):
         assert all("Wrapper could not be tried on small weights (TypeError: " in each for each in answer["said"])
 
 
-def test_layers_of_the_module_itself_are_toggled(pools):
-    [expected] = pools(1).run(toggle_ranks.trained, 1)
-    for found in pools(2).run(toggle_ranks.trained, 2):
+@pytest.mark.parametrize("name", toggle_ranks.MODULES)
+def test_layers_learn_where_one_device_has_them_learn(pools, name):
+    [expected] = pools(1).run(toggle_ranks.trained, name, 1)
+    for found in pools(2).run(toggle_ranks.trained, name, 2):
         for name, weight in expected.items():
             assert float((found[name] - weight).abs().max()) < 1e-12, name
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_sp import SequenceParallelStrategy
-from tests.trainer.tiny import VOCAB, TokenDataset
+from tests.trainer.tiny import VOCAB, TokenDataset, tiny_llama
 
 
 class Taking(pl.LightningModule):
@@ -42,13 +44,70 @@ class Taking(pl.LightningModule):
         return torch.optim.SGD(first, lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)
 
 
-def trained(world: int) -> dict[str, Tensor]:
-    """Return the weights after two steps."""
-    module = Taking()
+class Switching(Taking):
+    """Layers are switched by the module, which shows whole weights in a step: for a turn, or for good by one of several steps."""
+
+    def __init__(self, for_good: bool) -> None:
+        super().__init__()
+        self.for_good, self.automatic_optimization = for_good, for_good
+        self.other = nn.Linear(16, 16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        if self.for_good:
+            if batch_idx == 1:
+                self.other.requires_grad_(False)
+            return self.loss(batch)
+        for optimizer, learns in zip(self.optimizers(), (True, False), strict=True):
+            self.embed.requires_grad_(learns)
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            self.embed.requires_grad_(True)
+        return None
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.other(self.embed(batch["input_ids"])).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1) if self.for_good else super().configure_optimizers()
+
+
+class Abandoned(Taking):
+    """A head of a model stays whole behind a forward, which no backward follows before it is toggled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = self.qkv = self.head = None
+        self.model = tiny_llama()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+        super().training_step(batch, batch_idx)
+
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(
+            self.model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["shift_labels"].flatten()
+        )
+
+    def configure_optimizers(self) -> Any:
+        weights = list(self.model.parameters())
+        return torch.optim.SGD(weights[:4], lr=0.1), torch.optim.SGD(weights[4:], lr=0.1)
+
+
+MODULES: dict[str, Callable[[], Any]] = {
+    "toggled": Taking,
+    "switched for a turn": partial(Switching, False),
+    "switched for good": partial(Switching, True),
+    "toggled behind a forward": Abandoned,
+}
+
+
+def trained(name: str, world: int) -> dict[str, Tensor]:
+    """Return the weights after some steps."""
+    module = MODULES[name]()
     trainer = pl.Trainer(
         accelerator="cpu", devices=world, strategy=SequenceParallelStrategy(ring_size=world) if world > 1 else "auto", max_steps=4,
         precision="64-true", logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
+    trainer.fit(module, DataLoader(TokenDataset(6), batch_size=2))
     weights: dict[str, Any] = {name: each.detach() for name, each in module.named_parameters()}
     return {n: (w.full_tensor() if hasattr(w, "full_tensor") else w).clone() for n, w in weights.items()}

@@ -8,7 +8,7 @@ write to what is whole: a target network that follows, weights that are clamped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -38,9 +39,15 @@ class RootUnit:
         self._groups = parameter_groups([root]) if isinstance(root, FSDPModule) else []
         self._parameters = [each for group in self._groups for each in group.fsdp_params]
         self._stale = self._had_backward = False
+        self._learned: dict[Any, bool] = {}  # whether each of its weights learned, when last looked at
+
+    def note_switches(self) -> None:
+        """Note, where a step begins, which weights of the root learn: a step may switch what is whole, or its shards."""
+        self._learned = {each: each.sharded_param.requires_grad for each in self._parameters}
 
     def keep_written(self) -> None:
         """Write to the shards what the step has written to whole parameters: FSDP2 frees those, with what is in them."""
+        self._switch(self._all())
         if self._stale:
             return  # the shards are newer
         with torch.no_grad():
@@ -65,6 +72,7 @@ class RootUnit:
         Raises:
             SequenceParallelError: a backward left gradients on whole parameters: nobody would reduce them.
         """
+        self.note_switches()
         layers = {each._module_info.module for each in self._parameters} - {self._root}
         hooks: list[RemovableHandle] = [layer.register_forward_pre_hook(self._gather, prepend=True) for layer in layers]
         hooks.append(register_optimizer_step_post_hook(self._note_step))
@@ -77,10 +85,14 @@ class RootUnit:
             backward(*args, **kwargs)
 
         self._had_backward, torch.autograd.backward = False, noted
+        toggles = {name: vars(self._root).get(name) for name in ("toggle_optimizer", "untoggle_optimizer")}
+        vars(self._root).update({name: self._toggling(getattr(self._root, name)) for name in toggles})
         try:
             yield
         finally:
             torch.autograd.backward = backward
+            for name, before in toggles.items():
+                vars(self._root).pop(name) if before is None else vars(self._root).update({name: before})
             for hook in hooks:
                 hook.remove()
         for each in self._parameters:
@@ -113,10 +125,12 @@ class RootUnit:
 
     def _note_step(self, *_: Any) -> None:
         self._stale = True
+        self._switch(self._all())
         for unit in fsdp_modules(self._root)[1:]:  # what stays whole between forward and backward, a head say
             unit.reshard()
 
     def _gather(self, *_: Any) -> None:
+        self._switch(self._parameters)
         for group in self._groups:
             if self._stale and group.is_unsharded:
                 group.reshard()
@@ -125,12 +139,39 @@ class RootUnit:
                 group.wait_for_unshard()
                 if torch.is_grad_enabled() and (used := used_parameters(self._root)) is not None:
                     used.expect([group])
-        for (
-            each
-        ) in self._parameters:  # of shards `toggle_optimizer` switches it, and the layer is called with what is whole
-            if hasattr(each, "_unsharded_param"):
-                each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
+        self._switch(self._parameters)
         self._stale = False
+
+    def _toggling(self, toggle: Callable[..., None]) -> Callable[..., None]:
+        def toggled(*args: Any, **kwargs: Any) -> None:
+            self._switch(self._all())
+            toggle(*args, **kwargs)  # of shards, which an optimizer has
+            for each in self._all():
+                if each.sharded_state == ShardedState.UNSHARDED:
+                    each._unsharded_param.requires_grad_(each.sharded_param.requires_grad)
+
+        return toggled
+
+    def _all(self) -> list[Any]:
+        return [each for group in parameter_groups(fsdp_modules(self._root)) for each in group.fsdp_params]
+
+    def _switch(self, parameters: Iterable[Any]) -> None:
+        """Have shards learn where their whole weights do, which `self.critic.requires_grad_(False)` in a step switches, or the reverse.
+
+        FSDP2 carries a switch over where it gathers, from shards alone.
+        """
+        for each in parameters:
+            shard = each.sharded_param
+            if each.sharded_state == ShardedState.UNSHARDED:
+                whole = each._unsharded_param
+                if (
+                    whole.requires_grad != shard.requires_grad
+                ):  # of the root's the one that is not as before was switched
+                    learns = not self._learned[each] if each in self._learned else whole.requires_grad
+                    whole.requires_grad_(learns)
+                    shard.requires_grad_(learns)
+            if each in self._learned:
+                self._learned[each] = shard.requires_grad
 
 
 def _refusal(parameter: Any) -> SequenceParallelError:

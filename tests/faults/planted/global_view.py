@@ -311,6 +311,13 @@ GLOBAL_VIEW = (
         "tests/trainer/optimizers/test_optimizers.py::test_layers_learn_where_one_device_has_them_learn[toggled behind a forward]",
     ),
     fault(
+        "a head that learns alone in manual optimization, not reduced",
+        "parallelize/fsdp/units/root_unit.py",
+        "        if not isinstance(self._root, FSDPModule):\n",
+        "        if not self._groups:\n",
+        "tests/trainer/optimizers/test_optimizers.py::test_layers_learn_where_one_device_has_them_learn[a head alone]",
+    ),
+    fault(
         "a layer that a step switches off, on again behind it",
         "parallelize/fsdp/units/root_unit.py",
         "                    shard.requires_grad_(learns)\n",

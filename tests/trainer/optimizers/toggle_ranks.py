@@ -57,7 +57,7 @@ class Switching(Taking):
             if batch_idx == 1:
                 self.other.requires_grad_(False)
             return self.loss(batch)
-        for optimizer, learns in zip(self.optimizers(), (True, False), strict=True):
+        for optimizer, learns in zip(reversed(self.optimizers()), (False, True), strict=True):
             self.embed.requires_grad_(learns)
             self.manual_backward(self.loss(batch))
             optimizer.step()
@@ -71,16 +71,18 @@ class Switching(Taking):
         return torch.optim.SGD(self.parameters(), lr=0.1) if self.for_good else super().configure_optimizers()
 
 
-class Abandoned(Taking):
-    """A head of a model stays whole behind a forward, which no backward follows before it is toggled."""
+class OfModel(Taking):
+    """A head of a model stays whole behind a forward, which no backward follows before it is toggled, or learns alone in its turn."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_first: int, is_abandoned: bool) -> None:
         super().__init__()
+        self.in_first, self.is_abandoned = in_first, is_abandoned
         self.embed = self.qkv = self.head = None
         self.model = tiny_llama()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.loss(batch)
+        if self.is_abandoned:
+            self.loss(batch)
         super().training_step(batch, batch_idx)
 
     def loss(self, batch: Any) -> Tensor:
@@ -90,14 +92,15 @@ class Abandoned(Taking):
 
     def configure_optimizers(self) -> Any:
         weights = list(self.model.parameters())
-        return torch.optim.SGD(weights[:4], lr=0.1), torch.optim.SGD(weights[4:], lr=0.1)
+        return torch.optim.SGD(weights[: self.in_first], lr=0.1), torch.optim.SGD(weights[self.in_first :], lr=0.1)
 
 
 MODULES: dict[str, Callable[[], Any]] = {
     "toggled": Taking,
     "switched for a turn": partial(Switching, False),
     "switched for good": partial(Switching, True),
-    "toggled behind a forward": Abandoned,
+    "toggled behind a forward": partial(OfModel, 4, True),
+    "a head alone": partial(OfModel, -1, False),
 }
 
 

@@ -59,9 +59,9 @@ class RootUnit:
     def prepare_backward(self, loss: Tensor) -> Tensor:
         """Let a backward inside the step gather and reduce: FSDP2 does so for what the step returns alone."""
         self.keep_written()
-        if not self._groups:
+        if not isinstance(self._root, FSDPModule):
             return loss
-        state: Any = self._root._get_fsdp_state()  # type: ignore[operator]
+        state: Any = self._root._get_fsdp_state()
         prepared: Tensor = state._register_pre_backward_hook(loss)
         return prepared
 

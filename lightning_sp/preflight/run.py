@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
@@ -53,6 +52,7 @@ from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import progress_read
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Trial
+from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.users_numbers.results import NumbersOfHooks
 
 
@@ -208,7 +208,7 @@ def _run_with_terms_shown(trial: Trial, whole: Outcome, sharded: Outcome, weight
         try:
             _compare_again(again)
         except TrialFailedError as error:
-            rank_zero_info(f"preflight: not compared with what {named} hides: {error}")
+            say_not_compared(f"not compared with what {named} hides", error)
         except SequenceParallelError as error:
             raise SequenceParallelError(
                 f"{error}. A term that counts for nothing now (a weight of 0, a branch that is not chosen, a clamp with no slope), or for "
@@ -239,7 +239,7 @@ def _compare_if_it_runs(again: Trial) -> bool:
         _compare_again(again)
         return True
     except TrialFailedError as error:
-        rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
+        say_not_compared(f"{again.crop.rstrip(',')} is not compared", error)
         return False
 
 
@@ -256,7 +256,7 @@ def _as_later(again: Trial) -> None:
             with eager():
                 check_read_numbers(again, whole, sharded)
     except TrialFailedError as error:
-        rank_zero_info(f"preflight: {again.crop.rstrip(',')} is not compared: {error}")
+        say_not_compared(f"{again.crop.rstrip(',')} is not compared", error)
 
 
 def _compare_again(again: Trial) -> Agreement | None:

@@ -124,9 +124,9 @@ class Trial:
             with self.context.recorded(lambda q, k: calls.append(AttentionCall(stack.innermost, q, k))):
                 try:
                     with (
-                        Watch(self.module, stack) as watch,
                         HiddenTerms(self.shown) as terms,
                         TokenOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,
+                        Watch(self.module, stack) as watch,  # within: what those draw is no draw of the step's
                         numbers_read(self.module, self.context) as read,
                         forcing(self.forced, self.module),
                     ):

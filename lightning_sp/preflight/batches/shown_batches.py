@@ -15,6 +15,7 @@ from lightning_sp.preflight.crops.later_batches import try_later_batches, try_un
 from lightning_sp.preflight.explain.verdict import Agreement
 from lightning_sp.preflight.run import TrialFailedError, run_with_other_tokens
 from lightning_sp.preflight.trial import Trial
+from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.runner import StepRunner
 
 
@@ -38,7 +39,7 @@ def try_compared(
         try:
             run_with_other_tokens(replace(trial, crop=f"{trial.crop} with {words}"))
         except TrialFailedError as error:
-            rank_zero_info(f"preflight: not compared with {words}: {error}")
+            say_not_compared(f"not compared with {words}", error)
             return False
         return True
 

@@ -9,7 +9,6 @@ loss or a gradient is another one then, the number decides. On parts each rank w
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from enum import Enum
@@ -32,8 +31,8 @@ from lightning_sp.preflight.recording.numbers_read.lines_of_parts import (
     numbers_of_groups,
     numbers_of_parts,
 )
-from lightning_sp.preflight.recording.users_lines import raises
 from lightning_sp.preflight.trial import Trial
+from lightning_sp.preflight.users_checks import is_check
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")
@@ -250,7 +249,7 @@ def effect_of_error(error: Exception, control_group: ProcessGroup | None) -> Eff
     """Return what an error says of the numbers that were forced; it is raised again where other ranks are its cause. On all ranks."""
     if comm.is_of_communication(error):
         raise error
-    return Effect.CHECKED if all(comm.gather_objects(_is_check(error), control_group)) else Effect.FAILED
+    return Effect.CHECKED if all(comm.gather_objects(is_check(error), control_group)) else Effect.FAILED
 
 
 _WHAT = {
@@ -288,16 +287,3 @@ def _unlike(one: Outcome, other: Outcome) -> frozenset[str]:
     tolerance = tolerance_of(one.dtypes)
     names = one.left.keys() & other.left.keys()
     return frozenset(n for n in names if not math.isclose(one.left[n], other.left[n], rel_tol=tolerance))
-
-
-def _is_check(error: BaseException) -> bool:
-    """Return whether an error was raised by a line of Python that compares, or ends the process: not by torch, NumPy or here."""
-    while error.__cause__ is not None and isinstance(error, SequenceParallelError):
-        error = error.__cause__
-    if isinstance(error, SystemExit):
-        return True
-    if isinstance(error, SequenceParallelError) or error.__traceback__ is None:
-        return False
-    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    name = frame.f_globals.get("__name__", "").partition(".")[0]
-    return name not in ("torch", "numpy", "lightning_sp") and raises(frame.f_code.co_filename, line)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_sp import comm
@@ -14,6 +13,7 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.progress_read import ProgressRead, with_other_results
 from lightning_sp.preflight.trial import Trial
+from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.users_code.ownership import plain_text
 
 
@@ -40,7 +40,7 @@ def compare_with_other_results(
                 with torch.compiler.set_stance("force_eager"):
                     found = again.whole()
             except SequenceParallelError as error:
-                rank_zero_info(f"preflight: not compared {when}: {error}")
+                say_not_compared(f"not compared {when}", error)
                 continue
             if any(comm.gather_objects(does_otherwise(found, whole), trial.control_group)):
                 compare(again)

@@ -163,7 +163,11 @@ def _part_of(
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         with CheckedIndices():  # what is shown may be an index
             whole = run_whole(other, runner, run, options, turned=turned, **named)
-        return run_part(other, runner, run, options, whole, whole_output, turned=turned, **named)
+        try:
+            return run_part(other, runner, run, options, whole, whole_output, turned=turned, **named)
+        except Exception as error:
+            error.ends_steps = True  # type: ignore[attr-defined]
+            raise
 
 
 def _read_ahead(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
 from lightning_sp.data.batch.shard_options import ShardOptions
-from lightning_sp.errors import SequenceParallelError, told_error
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.later_batches import try_later_batches
 from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
@@ -22,6 +22,7 @@ from lightning_sp.preflight.numbers import (
     differences,
 )
 from lightning_sp.preflight.recording.compared import Compared, Entry
+from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.runner import StepRunner
 
 
@@ -119,7 +120,7 @@ def judge_later_batches(
         except Exception as error:  # on all ranks
             if comm.is_of_communication(error):
                 raise
-            rank_zero_info(f"preflight: {tried.name} is not compared with {words}: {told_error(error)}")
+            say_not_compared(f"{tried.name} is not compared with {words}", error)
             return False
         finally:
             runner.end_without_backward()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError, told_error
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.differences.other_outcomes import (
     UNSEEN,
     common_calls,
@@ -20,6 +20,7 @@ from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
 from lightning_sp.preflight.evaluation.judgement import NotComparedError, TriedEvaluation, tell_differences
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.token_outcomes import Other
+from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.runner import StepRunner
 
 _Calls = Mapping[Call, Other]
@@ -49,7 +50,7 @@ def judge_other_outcomes(
         except Exception as error:  # on all ranks
             if comm.is_of_communication(error):
                 raise
-            rank_zero_info(f"preflight: {tried.name} is not compared {words}: {told_error(error)}")
+            say_not_compared(f"{tried.name} is not compared {words}", error)
             return False
         finally:
             runner.end_without_backward()

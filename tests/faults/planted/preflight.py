@@ -27,8 +27,40 @@ LATER_EVALUATIONS = (
     "tests/preflight/batches/test_later_tokens.py::test_evaluations_that_read_tokens_of_later_batches_are_one_devices"
 )
 ALIKE = "tests/preflight/evaluation/test_alike_outputs.py"
+GUARDED = "tests/preflight/test_guarded_steps.py::test_trials_of_a_step_with_checks_say_nothing_but_what_agrees"
 
 PREFLIGHT = (
+    fault(
+        "what a trial itself draws, to show tokens other outcomes, taken for a draw of the step's: six more runs",
+        "preflight/trial.py",
+        "                        TokenOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,\n"
+        "                        Watch(self.module, stack) as watch,",
+        "                        Watch(self.module, stack) as watch,\n"
+        "                        TokenOutcomes(self._tokens(self.batch, 0), self.turned) as outcomes,",
+        GUARDED,
+    ),
+    fault(
+        "a line for each check of the user's that ends a trial: `assert (ids >= 0).all()`",
+        "preflight/users_checks.py",
+        "    if _is_of_part(error) or not is_check(error):\n",
+        "    if True:\n",
+        GUARDED,
+    ),
+    fault(
+        "a step that fails on parts alone, by a check of the user's, of which nothing is said",
+        "preflight/users_checks.py",
+        "    return error is not None and (",
+        "    return error is None and (",
+        "tests/preflight/test_guarded_steps.py::"
+        "test_that_a_step_fails_is_said_where_no_check_of_its_own_would_end_one_device[checked-True]",
+    ),
+    fault(
+        "what a step logs by `logging` in each of its trials",
+        "preflight/recording/unheard.py",
+        "        if record.thread == thread and _is_of_user(record):\n",
+        "        if False:\n",
+        GUARDED,
+    ),
     fault(
         "weights of a sampler of torch's that a step writes a part's numbers into",
         "step/isolation/data_sets.py",

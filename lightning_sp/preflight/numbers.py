@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 import torch
@@ -126,6 +126,17 @@ def coarse_numbers(of_ranks: Sequence[RankNumbers], tokens: int) -> dict[str, fl
     return {name: value for name, value in found.items() if _is_coarse(value, tokens)}
 
 
+def rounded_numbers(of_ranks: Sequence[RankNumbers]) -> dict[str, float]:
+    """Return the numbers that agree as roundings of 0 do: a LayerNorm's mean, until its bias has learned. Pure.
+
+    Args:
+        of_ranks: of every rank of the world, in order.
+    """
+    differ = {each.name for each in differences(of_ranks)}
+    found = differences([replace(each, moves={}) for each in of_ranks])
+    return {each.name: each.wanted for each in found if each.name not in differ}
+
+
 def _is_coarse(value: float, tokens: int) -> bool:
     if not math.isfinite(value):
         return False
@@ -206,11 +217,11 @@ def described_coarse(coarse: Mapping[str, float], step: str) -> str:
     """Return in words that numbers of `coarse_numbers` prove nothing.
 
     Args:
-        coarse: of all ranks, alike on all.
+        coarse: of all ranks, alike on all; of `rounded_numbers`, too.
         step: in words, with the crop.
     """
     shown = ", ".join(f"{name} = {value:.6g}" for name, value in coarse.items())
-    return f"preflight: {step} shows {shown} whole and sharded, shares or counts of tokens that may agree by chance"
+    return f"preflight: {step} shows {shown} whole and sharded, shares or counts of tokens, or roundings of 0, that may agree by chance"
 
 
 def _is_of(monitored: str, name: str) -> bool:

@@ -70,7 +70,7 @@ def run_preflight(
 
     Args:
         trial: of the step.
-        monitored: names of logged numbers that decide about the run; None compares no numbers that are logged.
+        monitored: names of logged numbers that decide about the run; None compares those alone of which nothing is decided yet.
         read_padding: refuses a step that fails on padding, on all ranks together; called once the step has run whole.
         of_hooks: what hooks have left of the user's numbers, to be shown as later in the run.
 
@@ -112,9 +112,9 @@ def run_preflight(
         _run_with_small_numbers(trial, weights := hiding_weights(trial.module, whole.gradients))
         _run_with_terms_shown(trial, whole, sharded, weights)
         compare_with_other_outcomes(trial, whole, sharded, _compare_if_it_runs)
-        if monitored is not None:
+        if monitored is not None or trial.context.undecided_numbers:
             with eager():
-                compare_training_numbers(trial, whole, sharded, monitored)
+                compare_training_numbers(trial, whole, sharded, monitored or (), undecided=monitored is None)
         compare_at_later_steps(trial, whole, read if monitored is not None else read.without_reads(of_hooks), _as_later)
         of_hooks.lines.update(read.alike.lines)
         _run_a_second_step(trial, sharded)

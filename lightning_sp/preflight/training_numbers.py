@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_sp import comm
-from lightning_sp.errors import SequenceParallelError, told_error
+from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.differences.groups import trial_of_groups
 from lightning_sp.preflight.differences.other_outcomes import (
     UNSEEN,
@@ -18,11 +18,19 @@ from lightning_sp.preflight.differences.other_outcomes import (
     turned_alone,
     uniform_calls,
 )
-from lightning_sp.preflight.numbers import RankNumbers, coarse_numbers, counted_once, described, differences
+from lightning_sp.preflight.numbers import (
+    RankNumbers,
+    coarse_numbers,
+    counted_once,
+    described,
+    differences,
+    rounded_numbers,
+)
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.logged import OF_LOGGER
 from lightning_sp.preflight.rounded_numbers import with_moves
 from lightning_sp.preflight.trial import SEED, Trial
+from lightning_sp.preflight.users_checks import say_not_compared
 
 
 class NumbersDifferError(SequenceParallelError):
@@ -31,7 +39,9 @@ class NumbersDifferError(SequenceParallelError):
     of_numbers = True
 
 
-def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, monitored: Collection[str]) -> None:
+def compare_training_numbers(
+    trial: Trial, whole: Outcome, sharded: Outcome, monitored: Collection[str], *, undecided: bool = False
+) -> None:
     """Compare what a sharded step logs with the same of whole sequences, each data-parallel group's own. Every rank must call it.
 
     The whole step runs twice more, from two seeds, unless it logs its loss alone, which is compared already; and both runs once more where all
@@ -42,6 +52,7 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
         whole: what it gave whole.
         sharded: what it gave on shards, and logged.
         monitored: names of numbers that decide about the run.
+        undecided: those alone are compared of which trials before have not told whether they agree by chance.
 
     Raises:
         NumbersDifferError: a number is not that of one device, with `may_retry`. Else a warning says so.
@@ -60,21 +71,15 @@ def compare_training_numbers(trial: Trial, whole: Outcome, sharded: Outcome, mon
     of_ranks = _of_ranks(apart, own)
     # A step logs other names in other batches.
     trial.context.logged_once.setdefault("training_step", {}).update(counted_once(of_ranks))
-    differ = differences(of_ranks)
-    coarse = coarse_numbers(of_ranks, trial.batch.rows * trial.batch.length)
-    by_chance = [name for name in coarse if not name.endswith(OF_LOGGER)]
-    told, synced = (
-        {each.name for each in differ},
-        {n for each in of_ranks for n, number in each.sharded.items() if number.reduced},
-    )
-    judged = {name for each in of_ranks for name in each.sharded}
-    trial.context.watched_numbers = (trial.context.watched_numbers - judged) | (frozenset(by_chance) - told - synced)
+    differ, known = differences(of_ranks), trial.context.undecided_numbers
+    _note_numbers_by_chance(trial, of_ranks, {each.name for each in differ})
+    differ = [each for each in differ if not undecided or each.name in known]
     if differ:
         text = described(differ, f"training_step on {trial.crop}", () if trial.may_retry else monitored)
         if trial.may_retry:
             raise NumbersDifferError(text)
         rank_zero_warn(text)
-    elif trial.context.mesh.splits_samples and not trial.context.global_view:
+    elif not undecided and trial.context.mesh.splits_samples and not trial.context.global_view:
         calls = uniform_calls(common_calls(whole.token_outcomes, sharded.token_outcomes, trial.control_group))
         if calls:
             # At one token of each row, in the first part: what parts count is no longer alike, so that a mean of their means differs.
@@ -102,7 +107,7 @@ def _compare_with_other_outcomes(apart: Trial, first: RankNumbers) -> None:
     except Exception as error:  # on all ranks
         if comm.is_of_communication(error):
             raise
-        rank_zero_info(f"preflight: what training_step logs is not compared {words}: {told_error(error)}")
+        say_not_compared(f"what training_step logs is not compared {words}", error)
         return
     repeated = {name: each for name, each in whole.items() if first.again.get(name) == first.whole.get(name)}
     of_ranks = _of_ranks(apart, replace(first, whole=whole, again=repeated, sharded=part))
@@ -111,3 +116,22 @@ def _compare_with_other_outcomes(apart: Trial, first: RankNumbers) -> None:
         if apart.may_retry:
             raise NumbersDifferError(text)
         rank_zero_warn(text)
+
+
+def _note_numbers_by_chance(trial: Trial, of_ranks: Sequence[RankNumbers], told: Set[str]) -> None:
+    """Note which numbers agree, and may do so by chance: those that the ranks then compare in each step, and others.
+
+    Args:
+        trial: of the step.
+        of_ranks: its numbers, of every rank of the world.
+        told: names of those that differ.
+    """
+    context = trial.context
+    shown = [(name, number) for each in of_ranks for name, number in each.sharded.items()]
+    judged, synced = {name for name, _ in shown}, {name for name, number in shown if number.reduced}
+    rounded = rounded_numbers(of_ranks).keys()
+    coarse = coarse_numbers(of_ranks, trial.batch.rows * trial.batch.length).keys()
+    watched = {name for name in coarse if not name.endswith(OF_LOGGER)} - synced - rounded - told
+    context.watched_numbers = (context.watched_numbers - judged) | watched
+    undecided = frozenset() if context.global_view else (coarse & synced | rounded) - told
+    context.undecided_numbers = (context.undecided_numbers - judged) | undecided

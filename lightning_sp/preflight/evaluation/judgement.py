@@ -20,6 +20,7 @@ from lightning_sp.preflight.numbers import (
     described,
     described_coarse,
     differences,
+    rounded_numbers,
 )
 from lightning_sp.preflight.recording.compared import Compared, Entry
 from lightning_sp.preflight.users_checks import say_not_compared
@@ -90,8 +91,9 @@ def judge(tried: TriedEvaluation, part: PartRun, runner: StepRunner) -> tuple[bo
     told = tell_differences(tried, of_ranks, tried.in_words)
     keeps = part.keeps and not any(each.kept for each in of_ranks)
     tokens, may_retry = tried.own.rows * tried.crop.tokens, tried.may_retry
-    if may_retry and not runner.context.global_view and (coarse := coarse_numbers(numbers, tokens)):
-        raise NotComparedError(described_coarse(coarse, tried.in_words), undecided=True, keeps=keeps)
+    by_chance = coarse_numbers(numbers, tokens) | rounded_numbers(numbers)
+    if may_retry and by_chance and not runner.context.global_view:
+        raise NotComparedError(described_coarse(by_chance, tried.in_words), undecided=True, keeps=keeps)
     return keeps, not told
 
 

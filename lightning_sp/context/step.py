@@ -134,8 +134,7 @@ class SequenceContext:
         self.logged_once: dict[str, dict[str, bool]] = {}
         # The names under which training_step logs in trials that compare them; None before the first.
         self.logged_names: frozenset[str] | None = None
-        # Numbers that training_step logs, which agreed in a trial, and may have done so by chance: that each rank shows as its own, so that
-        # steps compare them; and that it shows reduced, or that are the rounding of 0: later trials compare those.
+        # Numbers that agreed in a trial, it may be by chance: each rank's own, which steps compare; reduced ones and roundings of 0.
         self.watched_numbers, self.undecided_numbers = frozenset[str](), frozenset[str]()
         # Whether training_step leaves tensors of tokens in lists and dicts of the module, for a hook at the epoch's end.
         self.keeps_in_training = False

@@ -13,7 +13,7 @@ import ast
 import inspect
 import textwrap
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.parallelize.fsdp.parameter_groups import shares_parameters
+from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups, shares_parameters
 from lightning_sp.parameter_names import user_name
 
 
@@ -73,6 +73,22 @@ def units_of_another_dtype(root: nn.Module, units: Collection[nn.Module]) -> lis
             if dtypes and dtypes != main:
                 found.append(each)
     return found[::-1]
+
+
+def know_dtypes_of_frozen(root: nn.Module) -> None:
+    """Let gradients of a unit that is frozen at its first forward, and learns later, be reduced as those of any other.
+
+    FSDP2 reads the dtypes of what learns there, once: later gradients would stay in the dtype that they were added up in.
+    """
+    for group in parameter_groups(fsdp_modules(root)):
+        group._init_mp_dtypes = partial(_init_dtypes, group, group._init_mp_dtypes)
+
+
+def _init_dtypes(group: Any, init: Callable[[], None]) -> None:
+    init()
+    dtypes = {(each.orig_dtype, each.reduce_dtype) for each in group.fsdp_params}
+    if group._orig_dtype is None and len(dtypes) == 1:
+        [(group._orig_dtype, group._reduce_dtype)] = dtypes
 
 
 def _most_common(modules: Iterable[nn.Module]) -> set[torch.dtype]:

@@ -36,6 +36,7 @@ from lightning_sp.parallelize.fsdp.dtensor.outside_weights import weights_read_o
 from lightning_sp.parallelize.fsdp.gathers.gather_dtypes import GatherDtypes
 from lightning_sp.parallelize.fsdp.gloo_collectives import use_all_pairs_collectives
 from lightning_sp.parallelize.fsdp.parameter_dtypes import (
+    know_dtypes_of_frozen,
     refuse_changed_dtypes,
     units_of_another_dtype,
     units_of_own_dtype,
@@ -203,6 +204,7 @@ def shard_model(
     use_all_pairs_collectives(fsdp_modules(root), mesh)
     find_outputs_in_objects(fsdp_modules(root))
     refuse_changed_dtypes(root)
+    know_dtypes_of_frozen(root)
     complete_gradients(root, fsdp_modules(root), [each for each in fsdp_modules(root) if each in set[Any](heads)])
     if options.gather_dtype == "auto":
         gather_as_autocast_casts(root)

@@ -25,6 +25,13 @@ EXPERTS = "tests/parallelize/test_tiled_experts.py"
 
 MEMORY = (
     fault(
+        "gradients of a block that was frozen at first, left in the dtype of their sum",
+        "parallelize/fsdp/parameter_dtypes.py",
+        "    if group._orig_dtype is None and len(dtypes) == 1:\n",
+        "    if False:\n",
+        "tests/trainer/memory/test_memory_options.py::test_a_block_that_learns_later_has_gradients_of_its_own_dtype",
+    ),
+    fault(
         "a budget that is refused by an estimate",
         "step/auto_checkpointing.py",
         "        if estimated:\n",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +18,7 @@ from lightning_sp.parallelize import shard_model
 from lightning_sp.parallelize.fsdp.parameter_groups import fsdp_modules, parameter_groups
 from lightning_sp.parallelize.fsdp.unused_parameters import _gradient
 from tests.parallelize.fsdp.gather_dtypes_ranks import rounded as rounded_gathers
-from tests.trainer.tiny import HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer
+from tests.trainer.tiny import HuggingFaceLlama, Plain, TokenDataset, _full, quiet_trainer, tiny_gpt
 
 
 def run(module: Plain, strategy: dict[str, Any], **options: Any) -> dict[str, Tensor]:
@@ -125,6 +126,29 @@ def by_hand(strategies: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
         )
         found.append({name: _full(each.detach()).clone() for name, each in module.named_parameters()})
     return found
+
+
+class Thawed(Plain):
+    """A block is frozen when it is built, and in the first epoch."""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            self.model.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        self.model.layers[0].requires_grad_(self.current_epoch > 0)
+
+
+def thawed(gradient_dtype: str) -> dict[str, Tensor]:
+    """Return the weights after an epoch with a frozen block and one with all, of gradients that are summed over two micro-batches."""
+    torch.manual_seed(3)
+    module = Thawed(partial(tiny_gpt, num_layers=2))
+    options: dict[str, Any] = dict(max_epochs=2, accumulate_grad_batches=2)
+    quiet_trainer(2, strategy=dict(gradient_dtype=gradient_dtype), **options).fit(
+        module, DataLoader(TokenDataset(), batch_size=2)
+    )
+    return {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
 
 
 def rounded(folder: str) -> dict[str, float]:

@@ -64,7 +64,9 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
     """Return the numbers and tensors in attributes of the user's modules, by the name that a user would write; tensors copied, but for
     those in lists and dicts."""
     all_of_them = list(_all_attributes(module))
-    found: dict[str, Any] = {name: _without_copy(value) for name, value in _entries(all_of_them)}
+    found: dict[str, Any] = {
+        name: _without_copy(value) for name, value in chain(_entries(all_of_them), _buffers(module))
+    }
     found.update(
         {name: v.detach().clone() if isinstance(v, Tensor) else _array(v) for name, v in all_of_them if _is_number(v)}
     )
@@ -113,7 +115,8 @@ def changed_attributes(
     read = frozenset() if trainer is None or evaluates else read_in_hooks(trainer)
     all_of_them = list(_all_attributes(module))
     numbers = ((name, value) for name, value in all_of_them if _is_number(value))
-    now_there = {name: _array(value) for name, value in chain(numbers, _entries(all_of_them))}
+    buffers = _buffers(module) if evaluates else ()  # training compares each buffer as what it is
+    now_there = {name: _array(value) for name, value in chain(numbers, _entries(all_of_them), buffers)}
     shown = {name for name, value in now_there.items() if isinstance(value, GlobalTensor)}
     of_all = set.intersection(*comm.gather_objects(shown, control_group))
     for name, value in now_there.items():
@@ -215,17 +218,23 @@ def _all_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield from ((f"{type(each).__name__}.{name}", value) for name, value in vars(each).items())
     for each in (*data_of_run(trainer), *orders_of_run(trainer)):
         yield from ((f"{type(each).__name__}.{name}", value) for name, value in tables_of(each))
-    for path, each in module.named_modules():
-        # What metrics hold is compared as what they show.
-        if isinstance(each, Metric) or all(
-            base.__module__.partition(".")[0] in _LIBRARIES for base in type(each).__mro__
-        ):
-            continue
-        prefix = ".".join(["self", *([user_name(path)] if path else [])])
+    for prefix, each in _modules_of_user(module):
         for name, value in vars(each).items():
             if name not in OF_THE_FRAMEWORK and name != "_buffers":
                 yield f"{prefix}.{name}", value
                 yield from ((f"{prefix}.{name}.{n}", v) for n, v in _inside(value))
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for prefix, each in _modules_of_user(module):
+        yield from ((f"{prefix}.{name}", value) for name, value in each._buffers.items() if _is_number(value))
+
+
+def _modules_of_user(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, each in module.named_modules():
+        is_of_library = all(base.__module__.partition(".")[0] in _LIBRARIES for base in type(each).__mro__)
+        if not (is_of_library or isinstance(each, Metric)):  # what metrics hold is compared as what they show
+            yield ".".join(["self", *([user_name(path)] if path else [])]), each
 
 
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:

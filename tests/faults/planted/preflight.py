@@ -233,6 +233,13 @@ PREFLIGHT = (
         "tests/preflight/test_logged_numbers.py::test_one_that_is_logged_late_is_one_devices_from_then_on",
     ),
     fault(
+        "a buffer that a validation counts its tokens in, not compared",
+        "preflight/recording/attributes.py",
+        "    buffers = _buffers(module) if evaluates else ()",
+        "    buffers = ()",
+        "tests/preflight/evaluation/test_evaluation.py::test_a_buffer_that_a_step_counts_in_is_one_devices",
+    ),
+    fault(
         "numbers that training_step logs, not looked at",
         "preflight/training_numbers.py",
         "    if not any(comm.gather_objects(others, trial.control_group)):\n",

@@ -36,6 +36,7 @@ class Shown(Plain):
         self.collection = MetricCollection({"mean": MeanMetric()}, prefix="of_")
         self.sum, self.own_sum = SumMetric(), SumMetric()
         self.evaluator, self.only, self.of_all_targets = Evaluator(), MeanMetric(), MeanMetric()
+        self.register_buffer("counts", torch.zeros(VOCAB, dtype=torch.long), persistent=False)
 
     def setup(self, stage: str) -> None:
         self.own_sum.process_group = getattr(self.trainer.strategy, "data_parallel_group", None)
@@ -47,6 +48,8 @@ class Shown(Plain):
     def on_validation_epoch_end(self) -> None:
         if "gathered" in self.kinds:
             self.log("gathered", torch.cat(self.hits).mean())
+        if "counted" in self.kinds:
+            self.log("counted", self.counts[:30].sum() / self.counts.sum())
 
     def on_validation_batch_start(
         self, batch: dict[str, torch.Tensor], batch_idx: int, dataloader_idx: int = 0
@@ -62,6 +65,8 @@ class Shown(Plain):
         self.evaluator.losses.append(float(loss))
         if "gathered" in self.kinds:
             self.hits.append(hit)
+        if "counted" in self.kinds:
+            self.counts += torch.bincount(targets[targets >= 0], minlength=VOCAB)
         if "kept" in self.kinds:
             self.of_rows.append((batch["shift_labels"] < 30).double().mean(1))
         if "masked" in self.kinds:

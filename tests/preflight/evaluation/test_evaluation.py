@@ -88,6 +88,13 @@ def test_what_a_step_keeps_and_what_a_hook_does_to_the_batch_are_compared(pools:
     assert "keeps other values in lists or dicts of the module than one device: rank 0: " in kept
 
 
+def test_a_buffer_that_a_step_counts_in_is_one_devices(pools: Any):
+    (one,) = pools(1).run(ranks.shown, 1, "validate", ("counted",), {})
+    for found in pools(2).run(ranks.shown, 2, "validate", ("counted",), dict(ring_size=2, global_view="auto")):
+        assert (found["error"], found["ranks"]) == ("", [])
+        assert found["logged"]["counted"] == pytest.approx(one["logged"]["counted"], rel=1e-6)
+
+
 def test_a_step_that_draws_goes_on_in_the_global_view(pools: Any):
     found = pools(2).run(ranks.shown, 2, "validate", ("draws",), dict(ring_size=2, global_view="auto"))
     assert [(each["error"], each["said"], each["ranks"]) for each in found] == [("", [], [])] * 2

@@ -39,6 +39,8 @@ def fit(world: int, strategy: dict[str, Any]) -> list[str]:
         trainer.fit(Shares(tiny_llama), DataLoader(TokenDataset(12), batch_size=2))
     said = [str(each.message) for each in caught]
     own = re.compile(r"training_step logs (.*), which the ranks of a sequence have made of their own tokens alone")
-    other = re.compile(r"on a crop of 2 x 32 tokens(.*) shows other numbers than one device: (.*); for a number that a rank")
+    other = re.compile(
+        r"on a crop of 2 x 32 tokens(.*) shows other numbers than one device: (.*); for a number that a rank"
+    )
     names = [(found[1], re.findall(r"(?:^|; )([a-z ]+) = ", found[2])) for found in map(other.search, said) if found]
     return [found[1] for found in map(own.search, said) if found] + [f"{when}: {each}" for when, each in names]

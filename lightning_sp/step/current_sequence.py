@@ -33,7 +33,7 @@ from lightning_sp.trainer.logged_numbers.filler_logs import FillerLogs
 from lightning_sp.trainer.logged_numbers.logged_sums import LoggedSums
 from lightning_sp.trainer.logged_numbers.replaced_log import given_to_log, replaced_log
 from lightning_sp.trainer.logged_numbers.watched_numbers import WatchedNumbers
-from lightning_sp.trainer.loops import evaluated_step, monitored_names, names_of_sum
+from lightning_sp.trainer.loops import evaluated_step, monitored_names, sees_part, sums_of
 from lightning_sp.trainer.optimizers.state_of_weights import states_by_weight
 from lightning_sp.users_code.ownership import is_called_by_user
 from lightning_sp.users_line import users_place
@@ -183,9 +183,11 @@ class CurrentSequence:
     def _add_up(self, number: Tensor, place: str) -> Tensor:
         """Return the sum of a number, of which its values tell how it adds up, and its name; by hand at a place it has none."""
         trainer = self._module.trainer
-        whole = self._views.sees_whole(evaluated_step(trainer))
-        names = () if place else names_of_sum(trainer, number)
-        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, names, is_whole=whole, place=place)
+        logged = {} if place else sums_of(trainer, number)
+        # Of what a step leaves to hooks the preflight has told that it is one device's.
+        of_hooks = self.config.preflight and not any(map(sees_part, logged.values() or [self._module._current_fx_name]))
+        whole = of_hooks or self._views.sees_whole(evaluated_step(trainer))
+        return self._sums.add_up(number, self.sequence_mesh, self._groups.world, [*logged], is_whole=whole, place=place)
 
     def _counted_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a step of Lightning's strategy; what it logs is known where it is added up."""

@@ -168,10 +168,15 @@ def names_of_evaluation(trainer: Trainer) -> list[str]:
     return [name for name in trainer.callback_metrics if name.partition("/dataloader_idx_")[0] in own]
 
 
-def names_of_sum(trainer: Trainer, value: Tensor) -> list[str]:
-    """Return the names of the synchronized sums of the loop in progress that are a value so far."""
+def sums_of(trainer: Trainer, value: Tensor) -> dict[str, str]:
+    """Return the synchronized sums of the loop in progress that are a value so far: where each was logged, by name."""
     logged = (each for each in (trainer._results or {}).values() if each.is_tensor and each.meta.is_sum_reduction)
-    return [each.meta.name for each in logged if each.meta.sync.should and bool(each.value == value)]
+    return {each.meta.name: each.meta.fx for each in logged if each.meta.sync.should and bool(each.value == value)}
+
+
+def sees_part(place: str | None) -> bool:
+    """Return whether a method of the user's sees a rank's part of a batch, where steps do: other hooks have it whole."""
+    return place is None or place.endswith("_step") or place in ("transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def monitored_names(trainer: Trainer) -> list[str]:

@@ -3,9 +3,9 @@
     a loss, a number of rows       the same on the ranks of a sequence      added up over data-parallel groups
     a count of a rank's tokens     each rank's own                          added up over the world
 
-Which of the two a number is, the preflight tells by its name (`preflight/numbers.py:counted_once`). Of what a hook logs, or without the
-preflight, the values tell, with a warning where they are the same on all ranks of each sequence: one with a fraction is taken for theirs
-together, a whole number for each rank's own. In the global view what is the same is theirs together.
+Which of the two a number is, the preflight tells by its name (`preflight/numbers.py:counted_once`). Without it the values tell, with a warning
+where they are the same on all ranks of each sequence: one with a fraction is taken for theirs together, a whole number for each rank's own. In
+the global view, and of hooks behind the preflight, which have the whole batch, what is the same is theirs together.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class LoggedSums:
             mesh: of the run.
             world: all ranks, on a backend for host objects.
             names: under which it may be logged, where no step is logging it now.
-            is_whole: it is of a kind of step that sees whole sequences, as its hooks do.
+            is_whole: it is of a hook, or a kind of step, that sees whole sequences.
             place: the user's line that adds it up by hand; empty where it is logged.
 
         Communicates: the value of each rank.

@@ -535,6 +535,13 @@ PREFLIGHT = (
         "tests/trainer/logged_numbers/test_logged_sums.py::test_a_trial_of_a_batch_that_logs_others_leaves_what_is_known",
     ),
     fault(
+        "a hook's whole number of the whole batch, added up over the ranks that share it",
+        "step/current_sequence.py",
+        "        whole = of_hooks or self._views",
+        "        whole = self._views",
+        "tests/trainer/logged_numbers/test_logged_sums.py::test_what_a_hook_adds_up_of_the_whole_batch_counts_once",
+    ),
+    fault(
         "a sum that was logged before a trial told its kind, two ways for one name",
         "trainer/logged_numbers/logged_sums.py",
         "                _follow_group(module, self._name, mesh.data_group)\n",

@@ -17,12 +17,12 @@ SUM: dict[str, Any] = dict(reduce_fx="sum", sync_dist=True, on_step=False, on_ep
 class Sums(Plain):
     """Of equal shards: a rank's tokens in thousands are a fraction, and the same on all ranks."""
 
-    # 2: every second batch logs them, and the others another number; 3: a hook logs a whole number, and adds counts up by hand; from 3 on losses
+    # 2: every second batch logs them, and the others another number; 3, 5: a hook logs a whole number, and adds counts up by hand; 3, 4: losses
     each = 1
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)
-        if self.each >= 3:  # in place with Lightning, and so of what the step returns
+        if self.each in (3, 4):  # in place with Lightning, and so of what the step returns
             self.by_hand.append(float(self.trainer.strategy.reduce(loss.detach(), reduce_op="sum")))
         if self.each != 2 or batch_idx % 2 == 0:
             self.log("kilotokens", batch["input_ids"].numel() / 1000, **SUM)
@@ -33,7 +33,7 @@ class Sums(Plain):
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.each == 3:
+        if self.each in (3, 5):
             self.log("counted", float((batch["input_ids"] > 30).sum()), **SUM)
             counts = torch.bincount(batch["input_ids"].flatten(), minlength=100)
             self.by_hand += self.trainer.strategy.reduce(counts, reduce_op="sum").tolist()
@@ -49,5 +49,5 @@ def fit(world: int, strategy: dict[str, Any] | None, each: int = 1) -> tuple[dic
         warnings.simplefilter("always")
         trainer.fit(module, DataLoader(TokenDataset(12 if each == 2 else 4), batch_size=2))
     said = [str(each.message) for each in caught if "no trial has told" in str(each.message)]
-    numbers = {name: float(trainer.callback_metrics[name]) for name in NAMES[: 4 if each == 3 else 3]}
+    numbers = {name: float(trainer.callback_metrics[name]) for name in NAMES[: 4 if each in (3, 5) else 3]}
     return {**numbers, "by hand": module.by_hand, "losses": module.losses}, said

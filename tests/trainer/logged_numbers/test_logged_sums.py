@@ -24,6 +24,14 @@ def test_in_the_global_view_what_ranks_have_alike_is_theirs_together(pools):
         assert said == []
 
 
+def test_what_a_hook_adds_up_of_the_whole_batch_counts_once(pools):
+    (alone, _), *_ = pools(1).run(ranks.fit, 1, {"sequence_parallel_size": 1}, 5)
+    for found, said in pools(2).run(ranks.fit, 2, {"ulysses_size": 2}, 5):
+        assert found["by hand"] == alone["by hand"]
+        assert _numbers(found) == pytest.approx(_numbers(alone), rel=1e-6)
+        assert said == []
+
+
 def test_a_trial_of_a_batch_that_logs_others_leaves_what_is_known(pools):
     """Of six batches the first, third and fifth log; the second logs another number, and is tried behind its step."""
     (alone, _), *_ = pools(1).run(ranks.fit, 1, {"sequence_parallel_size": 1}, 2)

@@ -206,6 +206,15 @@ def frames_held(stride: int) -> list[int]:
     return [y.local.shape[-1], F.max_pool1d(y, stride).local.shape[-1], in_order(y.mT).local.shape[1]]
 
 
+def slices_held() -> list[int]:
+    """Return how many tokens this rank holds of chunks of 8 of 64 tokens, of every eighth, of the first 8, the last one, and those behind 8."""
+    base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=2)
+    mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=1)
+    x = batch_of(64, mesh)[0][0]
+    found = x[:, 16:24], x.split(8, 1)[3], x[:, ::8], x[:, :8], x[:, -1:], x[:, 8:]
+    return [each.local.shape[each.placement.dim] for each in found]
+
+
 def refused(names: list[str]) -> list[str]:
     """Return what each is refused with."""
     base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=2)

@@ -51,6 +51,11 @@ def test_frames_of_a_strided_convolution_take_the_room_of_frames(pools):
     assert pools(2).run(ranks.frames_held, 8) == [[4, 2, 4]] * 2
 
 
+def test_some_tokens_take_the_room_of_some(pools):
+    """A loss over chunks by hand takes the time of the whole for each chunk else."""
+    assert pools(2).run(ranks.slices_held) == [[4, 4, 4, 4, 2, 32]] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [

@@ -16,6 +16,13 @@ DEFERRED = "tests/global_view/test_deferred.py::test_losses_and_gradients_are_th
 
 GLOBAL_VIEW = (
     fault(
+        "chunks of a sequence that take the room of all of it",
+        "global_view/rules/indexing/taking.py",
+        "is not None else own.storage.fitting(len(chosen))",
+        "is not None else own.storage",
+        "tests/global_view/test_rules.py::test_some_tokens_take_the_room_of_some",
+    ),
+    fault(
         "frames of a strided convolution that take the room of samples",
         "global_view/rules/along_sequence/convolutions.py",
         "    target = own.storage.fitting(length)\n",

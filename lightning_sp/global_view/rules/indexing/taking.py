@@ -1,7 +1,8 @@
 """Taking tokens by position: slices, single tokens, index tensors, masks.
 
-A slice that begins with the first token shows fewer tokens, in the same places. Another one moves tokens between ranks. Single tokens, and
-those of an index tensor or a mask, are whole on every rank, with the gradient at the rank that has them.
+A slice that begins with the first token shows fewer tokens, in the same places. Another one moves tokens between ranks, and so does one of
+few tokens, which each rank has a share of then: a loop over chunks costs what the whole does. Single tokens, and those of an index tensor or a
+mask, are whole on every rank, with the gradient at the rank that has them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A resumed `BaseFinetuning` finds its parameter groups whatever wraps the modules in this run."""
+"""`BaseFinetuning` thaws layers whose weights are split; resumed, it finds its parameter groups whatever wraps the modules in this run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_sp.trainer.optimizers.finetuning import restore_finetuning
+from tests.trainer.optimizers import finetuning_ranks as ranks
 
 
 class Thaws(BaseFinetuning):
@@ -36,3 +37,11 @@ def test_groups_of_a_run_without_wrappers_are_found_below_them():
     assert [id(each) for each in first["params"]] == [id(module.head.weight), id(module.head.bias)]
     assert [id(each) for each in second["params"]] == [id(body.weight), id(body.bias)]
     assert (first["lr"], second["lr"]) == (0.1, 0.01)
+
+
+def test_a_split_layer_thaws_as_on_one_device(pools: Any):
+    """Lightning asks whether weights are equal, of other shapes too, of which shards are laid out otherwise."""
+    (wanted,) = pools(1).run(ranks.fit, 1, {})
+    for found in pools(2).run(ranks.fit, 2, dict(tensor_parallel_size=2)):
+        for name, each in wanted.items():
+            assert (found[name] - each).abs().max() < 1e-10, name

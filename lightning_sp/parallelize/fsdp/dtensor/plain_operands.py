@@ -93,6 +93,12 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
         found = function(*args, **{name: value for name, value in kwargs.items() if name != "out"})
         return out.copy_(found.detach())
     with torch._C.DisableTorchFunctionSubclass():
+        if (
+            getattr(function, "__name__", "") == "equal"
+            and not kwargs
+            and all(isinstance(each, DTensor) for each in args)
+        ):
+            return _equal(*args)
         is_indexed = getattr(function, "__name__", "") in _INDEXED and not _learns(args, kwargs)
         fails = fails_on_empty_parts(function, args, kwargs)
         if fails and len(each_alone := _listed(function, args)) > 1:  # not all of a model whole at once
@@ -111,6 +117,15 @@ def beside_sharded(_: type, function: Callable[..., Any], types: Any, args: Any 
             if instead is None:
                 raise
         return together(instead)
+
+
+def _equal(one: DTensor, other: DTensor) -> bool:
+    """As `torch.equal` on one device: DTensor brings one to the placements of the other first, which one of fewer dims cannot have."""
+    if one is other or one.shape != other.shape:
+        return one is other
+    if one.device_mesh == other.device_mesh and one.placements == other.placements:
+        return torch.equal(one, other)
+    return together(_of_wholes, torch.equal, (one, other), {})  # type: ignore[no-any-return]
 
 
 def _instead(function: Callable[..., Any], args: Any, kwargs: Any, why: str) -> Callable[[], Any] | None:

@@ -45,6 +45,7 @@ from lightning_sp.preflight.explain.verdict import (
     listed,
     tolerance_of,
 )
+from lightning_sp.preflight.failing_steps import say_not_compared
 from lightning_sp.preflight.moved_weights import parametrizations_unwritten, refuse_writes
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.checked_indices import CheckedIndices
@@ -52,7 +53,6 @@ from lightning_sp.preflight.recording.hidden_terms import common_terms
 from lightning_sp.preflight.recording.progress_read import progress_read
 from lightning_sp.preflight.training_numbers import compare_training_numbers
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.users_numbers.results import NumbersOfHooks
 
 
@@ -243,8 +243,8 @@ def _compare_if_it_runs(again: Trial) -> bool:
         return False
 
 
-def _as_later(again: Trial) -> None:
-    """Compare what is shown as later in the run: a number may be an index then, too, or decide about others."""
+def _as_later(again: Trial, *, says: bool = True) -> bool:
+    """Compare what is shown as later in the run: a number may be an index then, too, or decide about others. As `Compare` has it."""
     started = time.perf_counter()
     try:
         with eager():
@@ -255,8 +255,11 @@ def _as_later(again: Trial) -> None:
         if judged(again, whole, sharded, started) is not None:
             with eager():
                 check_read_numbers(again, whole, sharded)
+        return True
     except TrialFailedError as error:
-        say_not_compared(f"{again.crop.rstrip(',')} is not compared", error)
+        if says:
+            say_not_compared(f"{again.crop.rstrip(',')} is not compared", error)
+        return False
 
 
 def _compare_again(again: Trial) -> Agreement | None:

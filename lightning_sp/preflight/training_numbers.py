@@ -18,6 +18,7 @@ from lightning_sp.preflight.differences.other_outcomes import (
     turned_alone,
     uniform_calls,
 )
+from lightning_sp.preflight.failing_steps import say_not_compared
 from lightning_sp.preflight.numbers import (
     RankNumbers,
     coarse_numbers,
@@ -30,7 +31,6 @@ from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.logged import OF_LOGGER
 from lightning_sp.preflight.rounded_numbers import with_moves
 from lightning_sp.preflight.trial import SEED, Trial
-from lightning_sp.preflight.users_checks import say_not_compared
 
 
 class NumbersDifferError(SequenceParallelError):

@@ -28,6 +28,7 @@ from lightning_sp.parallelize import (
 )
 from lightning_sp.preflight.backward import gradients_of
 from lightning_sp.preflight.comparison import buffers_of
+from lightning_sp.preflight.failing_steps import what_to_look_at
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.attributes import numbers_left
 from lightning_sp.preflight.recording.hidden_terms import Call, HiddenTerms, Weights
@@ -42,12 +43,6 @@ from lightning_sp.step.results.kept_values import KeptValues
 from lightning_sp.step.results.output_structure import leaves_of, shapes_of
 
 SEED = 1234
-# What to look at where a step fails on one device too.
-_OF_LENGTH = "where the model needs a fixed length, set preflight_tokens to it; preflight=False leaves the check out"
-_OF_INDEX = (
-    "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
-    "and longest position; targets that count rows by self.global_rank are to count self.trainer.strategy.data_parallel_rank: ranks share rows"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +132,8 @@ class Trial:
                 except (Exception, SystemExit) as error:
                     if comm.is_of_communication(error):
                         raise  # another rank is late or has ended: nothing is known of the model
-                    remedy = _OF_INDEX if isinstance(error, IndexError) else _OF_LENGTH
                     raise SequenceParallelError(
-                        f"preflight: training_step fails on {self.crop}: {told_error(error)}; {remedy}"
+                        f"preflight: training_step fails on {self.crop}: {told_error(error)}; {what_to_look_at(error)}"
                     ) from error
             return Outcome(
                 loss=loss,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,12 +67,8 @@ class WholeAttention:
 
         Shapes: query (B, H, s, D), key and value (B, K, t, D), visible and bias (B or 1, H or 1, S or 1, T) -> (B, H, s, D).
         """
-        if not documents and queries.storage.sequence.documents_declared:
-            raise SequenceParallelError(
-                "packed documents with attention that is written out: it attends as it is written, to other documents of the row, too; use "
-                "F.scaled_dot_product_attention, which keeps to the documents that you have declared, or one document a row; "
-                "packed_documents=False attends to the whole row"
-            )
+        for each in (queries, keys):
+            _refuse_documents(each, is_torchs_own=documents)
         of_queries = _shown(queries, documents)
         alike = queries.storage is keys.storage and queries.length == keys.length
         of_keys = of_queries if alike else _shown(keys, documents)
@@ -100,14 +95,26 @@ def _hides_all_keys(bias: Tensor | None) -> bool:
 def _shown(placement: Placement, documents: bool) -> SequenceInfo:
     """Return what is known of a sequence, of the tokens that are shown."""
     sequence = placement.storage.sequence
-    if not documents:
-        return replace(sequence, length=placement.length, boundaries=None)
-    if placement.length == sequence.length:
+    if documents and placement.length == sequence.length:
         return sequence
-    boundaries = sequence.boundaries
-    if boundaries is not None:
-        boundaries = torch.cat([boundaries[:, :-1].clamp(max=placement.length), boundaries[:, -1:]], 1)
-    return replace(sequence, length=placement.length, boundaries=boundaries)
+    return replace(sequence, length=placement.length, boundaries=None)
+
+
+def _refuse_documents(placement: Placement, *, is_torchs_own: bool) -> None:
+    """Refuse declared documents that are not kept to: all ranks come here alike."""
+    whole = (placement.storage.root or placement.storage).sequence
+    if whole.documents_declared and not is_torchs_own:
+        raise SequenceParallelError(
+            "packed documents with attention that is written out: it attends as it is written, to other documents of the row, too; use "
+            "F.scaled_dot_product_attention, which keeps to the documents that you have declared, or one document a row; "
+            "packed_documents=False attends to the whole row"
+        )
+    if whole.documents_declared and whole.positions_given and placement.length != whole.length:
+        raise SequenceParallelError(
+            f"packed documents with F.scaled_dot_product_attention of {placement.length} tokens, the batch's sequence has {whole.length}: which "
+            "document each of them is of is not known; attend to the whole sequence and slice what comes out, or pass "
+            "packed_documents=False and the mask yourself"
+        )
 
 
 def _known_band(

@@ -78,8 +78,8 @@ def in_global_view(names: list[str], length: int, ulysses: int, ring: int) -> li
     return [errors(name, length, mesh) for name in names]
 
 
-def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
-    """Return the inputs in the global view, and the leaf of this rank's part."""
+def batch_of(length: int, mesh: SequenceMesh, is_packed: bool = False) -> tuple[Any, Tensor]:
+    """Return the inputs in the global view, of one document each or of two that are declared, and the leaf of this rank's part."""
     padded = mesh.layout.padded_length(length)
     parts = [
         shard(torch.cat([each, each[:, -1:].expand(-1, padded - length, *each.shape[2:])], 1), mesh.layout, mesh.sequence_rank, dim=1)
@@ -87,8 +87,9 @@ def batch_of(length: int, mesh: SequenceMesh) -> tuple[Any, Tensor]:
     ]  # fmt: skip
     leaf = parts[0].requires_grad_()
     info = SequenceInfo(
-        rows=2, length=length, padded_length=padded, boundaries=None, position_ids=None, shift_labels=None,
-        layout=mesh.layout, dims={"0": 1, "1": 1, "2": 1}, names=("0", "1", "2"),
+        rows=2, length=length, padded_length=padded, boundaries=torch.tensor([[0, 5, padded]]) if is_packed else None, position_ids=None,
+        shift_labels=None, layout=mesh.layout, dims={"0": 1, "1": 1, "2": 1}, names=("0", "1", "2"),
+        positions_given=is_packed, documents_declared=is_packed,
     )  # fmt: skip
     context = SequenceContext(mesh, AttentionOptions())
     context.global_view = True
@@ -193,6 +194,11 @@ REFUSED: dict[str, Any] = {
     "a maximum with what hides all keys": lambda x: (
         torch.max((x @ x.mT) + HIDES_ALL, torch.tensor(LOWEST)).softmax(-1) @ x
     ),
+    "packed documents, whole": lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3),
+    "packed documents, the first tokens": lambda x: F.scaled_dot_product_attention(*[x[:, None, :12]] * 3),
+    "packed documents, the last tokens": lambda x: F.scaled_dot_product_attention(*[x[:, None, 4:]] * 3),
+    "packed documents, few queries": lambda x: F.scaled_dot_product_attention(x[:, None, 4:8], *[x[:, None]] * 2),
+    "packed documents, few keys": lambda x: F.scaled_dot_product_attention(x[:, None], *[x[:, None, 4:8]] * 2),
     "a bias that hides all keys": lambda x: F.scaled_dot_product_attention(*[x[:, None]] * 3, attn_mask=HIDES_ALL),
 }
 
@@ -206,11 +212,11 @@ def frames_held(stride: int) -> list[int]:
     return [y.local.shape[-1], F.max_pool1d(y, stride).local.shape[-1], in_order(y.mT).local.shape[1]]
 
 
-def slices_held() -> list[int]:
+def slices_held(is_packed: bool) -> list[int]:
     """Return how many tokens this rank holds of chunks of 8 of 64 tokens, of every eighth, of the first 8, the last one, and those behind 8."""
     base = build_device_mesh("cpu", data_parallel_size=1, sequence_parallel_size=2)
     mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=1)
-    x = batch_of(64, mesh)[0][0]
+    x = batch_of(64, mesh, is_packed)[0][0]
     found = x[:, 16:24], x.split(8, 1)[3], x[:, ::8], x[:, :8], x[:, -1:], x[:, 8:]
     return [each.local.shape[each.placement.dim] for each in found]
 
@@ -221,7 +227,7 @@ def refused(names: list[str]) -> list[str]:
     mesh = SequenceMesh.build(base, ring_size=2, ulysses_size=1)
     messages = []
     for name in names:
-        batch, _ = batch_of(16, mesh)
+        batch, _ = batch_of(16, mesh, name.startswith("packed documents"))
         try:
             with watched_functions(), collectives_refused(), paths_as_on_one_device():
                 REFUSED[name](batch[0])

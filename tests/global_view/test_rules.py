@@ -51,9 +51,10 @@ def test_frames_of_a_strided_convolution_take_the_room_of_frames(pools):
     assert pools(2).run(ranks.frames_held, 8) == [[4, 2, 4]] * 2
 
 
-def test_some_tokens_take_the_room_of_some(pools):
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_some_tokens_take_the_room_of_some(pools, is_packed):
     """A loss over chunks by hand takes the time of the whole for each chunk else."""
-    assert pools(2).run(ranks.slices_held) == [[4, 4, 4, 4, 2, 32]] * 2
+    assert pools(2).run(ranks.slices_held, is_packed) == [[4, 4, 4, 4, 2, 32]] * 2
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,13 @@ def test_what_has_no_rule_is_refused_with_the_users_line(pools, name, words):
     for [message] in pools(2).run(ranks.refused, [name]):
         for word in ["global_view: ", *words]:
             assert word in message
+
+
+def test_declared_documents_are_attended_to_whole_alone(pools):
+    """A slice does not say which documents its tokens are of."""
+    names = ["the first tokens", "the last tokens", "few queries", "few keys", "whole"]
+    for *slices, whole in pools(2).run(ranks.refused, [f"packed documents, {name}" for name in names]):
+        assert whole == "not refused"
+        for message, tokens in zip(slices, (12, 12, 4, 4), strict=True):
+            assert f"scaled_dot_product_attention of {tokens} tokens, the batch's sequence has 16" in message
+            assert "packed_documents=False and the mask" in message

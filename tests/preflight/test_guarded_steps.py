@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_sp.errors import SequenceParallelError
-from lightning_sp.preflight.users_checks import say_not_compared
+from lightning_sp.preflight.failing_steps import say_not_compared
 from tests.instruments.told import told
 from tests.preflight import guarded_steps_ranks as ranks
 

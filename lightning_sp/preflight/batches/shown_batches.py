@@ -13,9 +13,9 @@ from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.later_batches import try_later_batches, try_uneven_counts
 from lightning_sp.preflight.explain.verdict import Agreement
+from lightning_sp.preflight.failing_steps import say_not_compared
 from lightning_sp.preflight.run import TrialFailedError, run_with_other_tokens
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.runner import StepRunner
 
 

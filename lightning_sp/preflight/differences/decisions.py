@@ -21,6 +21,7 @@ from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
 from lightning_sp.preflight.comparison import averaged, gradient_differences
 from lightning_sp.preflight.explain.verdict import relative_differences, tolerance_of
+from lightning_sp.preflight.failing_steps import is_check
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.numbers_read.forced_numbers import Forced
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import (
@@ -32,7 +33,6 @@ from lightning_sp.preflight.recording.numbers_read.lines_of_parts import (
     numbers_of_parts,
 )
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.preflight.users_checks import is_check
 
 # What Hugging Face's interface does by masks and positions is done by the whole ones here.
 _CARRIED = ("transformers/modeling_rope_utils.py", "transformers/masking_utils.py", "transformers/integrations/")

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_sp import comm
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.failing_steps import say_not_compared
 from lightning_sp.preflight.outcome import Outcome
 from lightning_sp.preflight.recording.progress_read import ProgressRead, with_other_results
 from lightning_sp.preflight.trial import Trial
-from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.users_code.ownership import plain_text
 
 
 def compare_with_other_results(
-    trial: Trial, whole: Outcome, read: ProgressRead, compare: Callable[[Trial], None]
+    trial: Trial, whole: Outcome, read: ProgressRead, compare: Callable[[Trial], Any]
 ) -> None:
     """Compare once more what the step does as its results become small, and large, where that is something else. Every rank must call it.
 

@@ -14,6 +14,7 @@ from lightning_sp.preflight.crops.crop import Crop
 from lightning_sp.preflight.crops.later_batches import try_later_batches
 from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
 from lightning_sp.preflight.evaluation.outputs import describe_kept, refuse_differences
+from lightning_sp.preflight.failing_steps import say_not_compared
 from lightning_sp.preflight.numbers import (
     coarse_numbers,
     counted_once,
@@ -23,7 +24,6 @@ from lightning_sp.preflight.numbers import (
     rounded_numbers,
 )
 from lightning_sp.preflight.recording.compared import Compared, Entry
-from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.runner import StepRunner
 
 

@@ -18,9 +18,9 @@ from lightning_sp.preflight.differences.other_outcomes import (
 )
 from lightning_sp.preflight.evaluation.evaluation_runs import PartRun, WholeRun
 from lightning_sp.preflight.evaluation.judgement import NotComparedError, TriedEvaluation, tell_differences
+from lightning_sp.preflight.failing_steps import say_not_compared
 from lightning_sp.preflight.recording.hidden_terms import Call
 from lightning_sp.preflight.recording.token_outcomes import Other
-from lightning_sp.preflight.users_checks import say_not_compared
 from lightning_sp.step.runner import StepRunner
 
 _Calls = Mapping[Call, Other]

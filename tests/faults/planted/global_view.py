@@ -18,9 +18,23 @@ GLOBAL_VIEW = (
     fault(
         "chunks of a sequence that take the room of all of it",
         "global_view/rules/indexing/taking.py",
-        "is not None else own.storage.fitting(len(chosen))",
-        "is not None else own.storage",
-        "tests/global_view/test_rules.py::test_some_tokens_take_the_room_of_some",
+        "target = own.storage.fitting(len(chosen))",
+        "target = own.storage",
+        "tests/global_view/test_rules.py::test_some_tokens_take_the_room_of_some[False]",
+    ),
+    fault(
+        "attention of a slice keeps to the documents at the places of the whole",
+        "rewrite/whole_attention.py",
+        "in (queries, keys):",
+        "in (keys,):",
+        "tests/global_view/test_rules.py::test_declared_documents_are_attended_to_whole_alone",
+    ),
+    fault(
+        "cross attention to a slice of documents sees other documents",
+        "rewrite/whole_attention.py",
+        "in (queries, keys):",
+        "in (queries,):",
+        "tests/global_view/test_rules.py::test_declared_documents_are_attended_to_whole_alone",
     ),
     fault(
         "frames of a strided convolution that take the room of samples",

@@ -56,14 +56,14 @@ PREFLIGHT = (
     ),
     fault(
         "a line for each check of the user's that ends a trial: `assert (ids >= 0).all()`",
-        "preflight/users_checks.py",
+        "preflight/failing_steps.py",
         "    if _is_of_part(error) or not is_check(error):\n",
         "    if True:\n",
         GUARDED,
     ),
     fault(
         "a step that fails on parts alone, by a check of the user's, of which nothing is said",
-        "preflight/users_checks.py",
+        "preflight/failing_steps.py",
         "    return error is not None and (",
         "    return error is None and (",
         "tests/preflight/test_guarded_steps.py::"
@@ -938,6 +938,20 @@ PREFLIGHT = (
         "        _run_a_second_step(trial, sharded)\n",
         "",
         "tests/preflight/differences/test_second_step.py::test_predictions_that_the_next_epoch_reads_are_kept_in_the_global_view[5.0]",
+    ),
+    fault(
+        "a step that is shown as later and fails without an earlier one, not compared",
+        "preflight/differences/later_steps.py",
+        "            if not runs:\n                with read.alike:\n",
+        "            if False:\n                with read.alike:\n",
+        "tests/preflight/differences/test_second_step.py::test_a_later_step_that_reads_what_the_first_has_left_is_tried_behind_it[step]",
+    ),
+    fault(
+        "a step whose own count is shown as later and that fails without an earlier one, not compared",
+        "preflight/differences/later_steps.py",
+        "    if not runs:\n        compare(_behind",
+        "    if False:\n        compare(_behind",
+        "tests/preflight/differences/test_second_step.py::test_a_later_step_that_reads_what_the_first_has_left_is_tried_behind_it[calls]",
     ),
     fault(
         "a second step of a whole run that draws on, beside one on shards that draws anew",

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_sp.errors import SequenceParallelError
+from tests.instruments.told import told
 from tests.trainer.tiny import Plain, TokenDataset, _full, quiet_trainer, tiny_llama
 
 
@@ -37,6 +39,40 @@ def fit(world: int, weight: float) -> dict[str, Any]:
     trainer.fit(module, DataLoader(TokenDataset(4), batch_size=2))
     weights = {name: _full(each.detach()).clone() for name, each in module.named_parameters()}
     return {"weights": weights, "whole": getattr(trainer.strategy, "sees_whole_sequences", None)}
+
+
+class Reading(Plain):
+    """A step that reads what its first one has left; behind that it may take a mean over tokens of squares, which is a part's."""
+
+    def __init__(self, by: str, weight: float) -> None:
+        super().__init__(tiny_llama)
+        self.by, self.weight, self.calls, self.kept = by, weight, 0, list[float]()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits = self.logits(batch)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
+        if {"step": self.global_step, "calls": self.calls, "length": self.global_step}[self.by] == 0:
+            self.first = loss.detach()
+        else:
+            loss = loss + self.weight * logits.square().mean(1).square().mean() + 0.0 * self.first
+            if self.by == "length":
+                loss = loss + 0.0 * self.kept[-1]
+        self.calls += 1
+        self.kept.append(1.0)
+        return loss
+
+
+def read(by: str, weight: float) -> tuple[str, list[str]]:
+    """Return what refuses the run, and what the preflight says that it has not compared."""
+    torch.manual_seed(3)
+    trainer = quiet_trainer(2, strategy={"ring_size": 2}, max_steps=3, max_epochs=-1)
+    refusal = ""
+    with told() as said:
+        try:
+            trainer.fit(Reading(by, weight), DataLoader(TokenDataset(8), batch_size=2))
+        except SequenceParallelError as error:
+            refusal = str(error)
+    return refusal, [each for each in said if "not compared" in each]
 
 
 class Drawing(Plain):

@@ -119,8 +119,7 @@ def _tokens(x: SequenceTensor, chosen: range) -> Any:
     if own.outer > 1:
         index = [torch.as_tensor(list(chosen)) if dim == own.dim else slice(None) for dim in range(x.dim())]
         return choose(x, index)
-    # Of packed documents a storage knows where they lie in the batch's sequence.
-    target = own.storage if own.storage.sequence.boundaries is not None else own.storage.fitting(len(chosen))
+    target = own.storage.fitting(len(chosen))
     if chosen.start or chosen.step != 1 or target is not own.storage:
         return moved(x, torch.as_tensor(list(chosen)), ("slice", chosen), target)
     # Padding repeats the last token: what a function makes of it is as finite as what it makes of that.

@@ -1,6 +1,7 @@
-"""Checks of the user's that stop a step on what a trial shows it: `assert (ids < self.vocab_size).all()`.
+"""Steps that fail in a trial as they would on one device.
 
-They would stop one device there, too: no step goes on with such numbers, and nothing is left that could be compared.
+A check of the user's stops one on what it is shown, `assert (ids < self.vocab_size).all()`: no step goes on with such numbers, and nothing is
+left that could be compared. Another one is told with what to look at.
 """
 
 from __future__ import annotations
@@ -11,6 +12,23 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 
 from lightning_sp.errors import SequenceParallelError, told_error
 from lightning_sp.preflight.recording.users_lines import raises
+
+_OF_LENGTH = "where the model needs a fixed length, set preflight_tokens to it; preflight=False leaves the check out"
+_OF_INDEX = (
+    "an id of the batch may be beyond the embedding's rows, or a target beyond the head's: compare the largest ones with the model's vocabulary "
+    "and longest position; targets that count rows by self.global_rank are to count self.trainer.strategy.data_parallel_rank: ranks share rows"
+)
+_OF_STEPS = (
+    "a trial runs one step by itself, a later one, too: what a step leaves for the next is to have a first value, in __init__ say; "
+    "preflight=False leaves the check out"
+)
+
+
+def what_to_look_at(error: BaseException) -> str:
+    """Return what may be behind an error of a step's, in words."""
+    if isinstance(error, IndexError):
+        return _OF_INDEX
+    return _OF_STEPS if isinstance(error, (AttributeError, KeyError)) else _OF_LENGTH
 
 
 def is_check(error: BaseException) -> bool:

@@ -6,9 +6,10 @@ self.losses.append(float(loss))                   whole runs alone, which show t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -61,15 +62,16 @@ def compare_at_later_steps(trial: Trial, whole: Outcome, read: ProgressRead, com
             with later() as when, read.alike:
                 crop = f"{trial.crop} {when}"
                 runs = compare(replace(trial, crop=crop), says=False)
-            if not runs:
+            if not runs:  # it may want what a step before leaves
                 with read.alike:
-                    compare(_behind(trial, crop, later))
+                    compare(behind_a_step(trial, f"{crop} behind another step", later))
         compare_with_other_results(trial, whole, read, compare)
         if any(comm.gather_objects(reads and lines != read.alike.lines, trial.control_group)):
             # A line that the step comes to later alone.
             _does_otherwise_later(trial, whole, read, compare, keeps=True)
     for later in shown_at_remainders(trial.module, read, trial.control_group) if counts else ():
-        _compare_where_otherwise(trial, later, whole, compare)
+        with later() as when:
+            _compare_where_otherwise(replace(trial, crop=f"{trial.crop} {when}"), whole, compare)
 
 
 def _does_otherwise_later(trial: Trial, whole: Outcome, read: ProgressRead, compare: Compare, keeps: bool) -> bool:
@@ -77,36 +79,23 @@ def _does_otherwise_later(trial: Trial, whole: Outcome, read: ProgressRead, comp
     moments = [*shown_later(trial.module, read, trial.control_group)] or [lambda: nullcontext("")]
     found, ways = False, ways_to_show(trial, read) if keeps else [(False, False)]
     for number in range(max(len(moments), len(ways))):
-        larger, plain = ways[number % len(ways)]
-
-        @contextmanager
-        def shown(number: int = number, larger: bool = larger, plain: bool = plain) -> Iterator[str]:
-            with ExitStack() as stack:
-                when = stack.enter_context(moments[min(number, len(moments) - 1)]())
-                if keeps:
-                    stack.enter_context(with_other_results(trial.module, read, larger=larger, plain=plain))
-                yield " ".join(filter(None, [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]))
-
-        found |= _compare_where_otherwise(trial, shown, whole, compare)
+        with ExitStack() as stack:
+            larger, plain = ways[number % len(ways)]
+            when = stack.enter_context(moments[min(number, len(moments) - 1)]())
+            if keeps:
+                stack.enter_context(with_other_results(trial.module, read, larger=larger, plain=plain))
+            shown = [when, f"{results_in_words(read, larger=larger)}," if keeps else ""]
+            again = replace(trial, crop=" ".join(filter(None, [trial.crop, *shown])))
+            # Where it fails so, it is compared at each moment, and with other results, by itself.
+            found |= _compare_where_otherwise(again, whole, partial(compare, says=False))
     return found
 
 
-def _compare_where_otherwise(
-    trial: Trial, shown: Callable[[], AbstractContextManager[str]], whole: Outcome, compare: Compare
-) -> bool:
-    """Compare the step as it is shown if it does otherwise so; return whether it does. Every rank must call it."""
-    with shown() as when:
-        again = replace(trial, crop=" ".join(filter(None, [trial.crop, when])))
-        is_other, is_finite = _does_otherwise(again, whole)
-        runs = not (is_other and is_finite) or compare(again, says=False)
-    if not runs:
-        compare(_behind(trial, again.crop, shown))
+def _compare_where_otherwise(again: Trial, whole: Outcome, compare: Callable[[Trial], bool]) -> bool:
+    is_other, is_finite = _does_otherwise(again, whole)
+    if is_other and is_finite:
+        compare(again)
     return is_other
-
-
-def _behind(trial: Trial, crop: str, shown: Callable[[], AbstractContextManager[str]]) -> Trial:
-    """Return the trial of a step that fails as it is shown by itself, behind another one: it may want what that leaves."""
-    return behind_a_step(trial, f"{crop.rstrip(',')} behind another step", shown)
 
 
 def _does_otherwise(again: Trial, whole: Outcome) -> tuple[bool, bool]:

@@ -52,11 +52,14 @@ class Reading(Plain):
         logits = self.logits(batch)
         loss = F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
         if (self.calls if self.by == "calls" else self.global_step) == 0:
-            self.first = loss.detach()
+            self.first, self.way = loss.detach(), "squares"
         else:
-            loss = loss + self.weight * logits.square().mean(1).square().mean() + 0.0 * self.first
+            if self.by == "step":
+                loss = loss + 0.0 * self.first
             if self.by == "length":
                 loss = loss + 0.0 * self.kept[-1]
+            assert self.way == "squares"
+            loss = loss + self.weight * logits.square().mean(1).square().mean()
         self.calls += 1
         self.kept.append(1.0)
         return loss

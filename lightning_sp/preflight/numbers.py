@@ -25,7 +25,7 @@ from lightning_sp.preflight.recording.logged import WEIGHT, Number
 # Of one number a step's rounding in float32 makes some 1e-7; parts of models compute in that under float64 too.
 TOLERANCE, TOLERANCE_IN_16_BITS = 1e-5, TOLERANCES[torch.bfloat16]
 # Of two runs of each number, which show some of the roundings that there may be.
-_MOVES = 16.0
+MOVES = 16.0
 # Of a share of tokens, in float32.
 _ROUNDING = 2e-7
 # What Lightning adds to a name under which a number is monitored.
@@ -102,7 +102,7 @@ def _difference(name: str, of_ranks: Sequence[RankNumbers]) -> Difference | None
     tolerance, floor = (TOLERANCE_IN_16_BITS, 1.0) if of_ranks[0].in_16_bits else (TOLERANCE, 0.0)
     if name.endswith(WEIGHT) and _of_shapes(name, of_ranks):
         return None
-    rounded = _MOVES * sum(each.moves.get(name, 0.0) for _, each in having)
+    rounded = MOVES * sum(each.moves.get(name, 0.0) for _, each in having)
     for rank, shown, wanted in pairs:
         allowed = max(tolerance * max(abs(shown), abs(wanted), floor), rounded)
         if math.isfinite(wanted) and not abs(shown - wanted) <= allowed:
@@ -213,15 +213,18 @@ def described(differ: Sequence[Difference], step: str, monitored: Collection[str
     return text
 
 
-def described_coarse(coarse: Mapping[str, float], step: str) -> str:
+def described_coarse(coarse: Mapping[str, float], step: str, *, keeps: bool = False) -> str:
     """Return in words that numbers of `coarse_numbers` prove nothing.
 
     Args:
         coarse: of all ranks, alike on all; of `rounded_numbers`, too.
+        keeps: likewise what it returns or keeps.
         step: in words, with the crop.
     """
-    shown = ", ".join(f"{name} = {value:.6g}" for name, value in coarse.items())
-    return f"preflight: {step} shows {shown} whole and sharded, shares or counts of tokens, or roundings of 0, that may agree by chance"
+    shown = ", ".join(
+        [f"{name} = {value:.6g}" for name, value in coarse.items()] + ["what it returns or keeps"] * keeps
+    )
+    return f"preflight: {step} shows {shown}, whole and sharded: shares or counts of tokens, or roundings of 0, that may agree by chance"
 
 
 def _is_of(monitored: str, name: str) -> bool:

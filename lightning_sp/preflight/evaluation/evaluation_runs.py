@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,8 +11,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
-from torch.distributed import ProcessGroup
 
 from lightning_sp import comm
 from lightning_sp.context.sequence import SequenceInfo
@@ -34,6 +32,7 @@ from lightning_sp.preflight.differences.decisions import (
 from lightning_sp.preflight.differences.other_tokens import CropCalls, modules_of_other_tokens
 from lightning_sp.preflight.evaluation.output_kinds import returned_and_kept
 from lightning_sp.preflight.evaluation.outputs import leaves, output_differences
+from lightning_sp.preflight.evaluation.rounded_outputs import but_for_rounding, unlike
 from lightning_sp.preflight.explain.verdict import TOLERANCES
 from lightning_sp.preflight.moved_weights import moved_weights
 from lightning_sp.preflight.numbers import RankNumbers
@@ -51,9 +50,8 @@ from lightning_sp.step.results.kept_values import KeptValues
 from lightning_sp.step.results.output_structure import Kinds, Leaf, leaves_of, shapes_of
 from lightning_sp.step.runner import StepRunner
 
-# Of whole numbers of an output so many may follow rounding, where one device's own runs, as many, with weights moved by so many roundings,
-# give others in their places.
-_FEW, _MOVED_RUNS, _ROUNDINGS = 0.1, 8, 4.0
+# By how many roundings of a weight one device's own runs have it moved.
+_ROUNDINGS = 4.0
 NOTHING_TURNED: Mapping[Call, Other] = MappingProxyType({})
 
 
@@ -97,6 +95,7 @@ class PartRun:
         numbers: of both runs.
         outputs: what differs of a prediction, in words; empty for nothing.
         kept: likewise, of what is kept for later.
+        rounded: floating-point numbers among both agree as roundings of 0 alone.
         keeps: whether a rank keeps something.
         read: numbers of its part that it compares or reads.
         kinds: of what its outputs, where they count, and what it keeps are made.
@@ -106,6 +105,7 @@ class PartRun:
     numbers: RankNumbers
     outputs: str
     kept: str
+    rounded: bool
     keeps: bool
     read: dict[Line, int]
     kinds: Kinds
@@ -208,7 +208,7 @@ def decision_of_part(
     lines = {each: n for each, n in lines_of_ranks(part.read, world).items() if not each.is_installed}
     if hidden := [line.describe() for line in lines if line.is_hidden]:
         return SequenceParallelError(f"preflight: {name} {HIDDEN.format(lines=' and '.join(hidden[:2]))}")
-    unlike = partial(output_differences, tolerance=TOLERANCES[torch.float32])
+    differ = partial(output_differences, tolerance=TOLERANCES[torch.float32])
 
     def effect(forced: Forced) -> Effect:
         try:
@@ -228,8 +228,8 @@ def decision_of_part(
         differs = numbers.keys() != whole.numbers.keys() or any(
             not _is_close(numbers[n], whole.numbers[n]) for n in steady
         )
-        differs = differs or bool([*unlike(outputs, whole.outputs, whole.other)])
-        differs = differs or bool([*unlike(kept, whole.kept, whole.kept_again)])
+        differs = differs or bool([*differ(outputs, whole.outputs, whole.other)])
+        differs = differs or bool([*differ(kept, whole.kept, whole.kept_again)])
         return Effect.OTHER if any(comm.gather_objects(differs, world)) else Effect.NONE
 
     def refusal(found: list[Line], what: Effect, larger: bool) -> SequenceParallelError:
@@ -291,49 +291,20 @@ def run_part(
         keeps = any(comm.gather_objects(bool(before.new()), world))
         kept, why = _whole_values(before, whole_output, f"{name} keeps") if keeps else ([], "")
     moved = partial(_moved, own, runner, run, options, name=name, predicts=predicts, turned=turned)
-    differ = [_unlike(module, shown, whole.outputs, whole.other), _unlike(module, kept, whole.kept, whole.kept_again)]
-    outputs, kept_otherwise = _but_for_rounding(differ, moved, world)
+    differ = [unlike(module, shown, whole.outputs, whole.other), unlike(module, kept, whole.kept, whole.kept_again)]
+    (outputs, kept_otherwise), rounded = but_for_rounding(differ, moved, world)
     numbers = RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, has_16_bit_weights(module))
     again = partial(_shown, own, runner, run, options, SEED, name=name, predicts=predicts, turned=turned)
     return PartRun(
         numbers=with_moves(numbers, module, lambda: again().numbers, world),
         outputs=outputs,
         kept=why or kept_otherwise,
+        rounded=rounded,
         keeps=keeps,
         read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
         kinds=kinds,
         token_outcomes=outcomes.found,
     )
-
-
-def _unlike(module: nn.Module, shown: list[Leaf], wanted: list[Leaf], again: list[Leaf]) -> Callable[..., str]:
-    """Return what says in words what of an output is not one device's, and takes what else is told of it."""
-    tolerance = TOLERANCES[torch.bfloat16 if has_16_bit_weights(module) else torch.float32]
-
-    def unlike(**told: Any) -> str:
-        return "; ".join(output_differences(shown, wanted, again, tolerance=tolerance, **told))
-
-    return unlike
-
-
-def _but_for_rounding(
-    differ: Sequence[Callable[..., str]], moved: Callable[[int], Sequence[list[Leaf]]], group: ProcessGroup | None
-) -> list[str]:
-    """Return what of each output is not one device's, in words, but for a few numbers that rounding moves. Every rank must call it.
-
-    Args:
-        differ: for each output, what says so.
-        moved: gives these outputs of one device's own run with weights moved by a seed.
-        group: the world, on a backend for host objects.
-    """
-    found, runs = [unlike() for unlike in differ], list[Sequence[list[Leaf]]]()
-    is_of_few = not any(unlike(few=_FEW) for unlike in differ)
-    of_ranks = comm.gather_objects((any(found), is_of_few), group)
-    while any(some for some, _ in of_ranks) and all(few for _, few in of_ranks) and len(runs) < _MOVED_RUNS:
-        runs.append(moved(len(runs)))
-        found = [unlike(moved=each) for unlike, each in zip(differ, zip(*runs, strict=True), strict=True)]
-        of_ranks = comm.gather_objects((any(found), is_of_few), group)
-    return found
 
 
 def _moved(

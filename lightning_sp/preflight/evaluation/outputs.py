@@ -1,11 +1,12 @@
 """What a predict step returns on a crop, whole and sharded: tensors, numbers and texts in any nest, compared one by one.
 
-floating point    ||shown - wanted|| <= tolerance ||wanted||
+floating point    ||shown - wanted|| <= max(tolerance ||wanted||, 16 m), where rounding moves it by m
 others            equal, but for those that rounding moves: an argmax of two that are nearly alike
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_sp.errors import SequenceParallelError
+from lightning_sp.preflight.numbers import MOVES
 from lightning_sp.step.results.output_structure import Leaf, leaves_of
 
 # Of numbers that are not floating-point ones more than this part is drawn, where two seeds give others.
@@ -36,7 +38,9 @@ def output_differences(
     *,
     tolerance: float,
     few: float = 0.0,
+    small: float = 0.0,
     moved: Sequence[Sequence[Leaf]] = (),
+    moves_floats: bool = True,
 ) -> list[str]:
     """Return in words what of an output is not that of one device. Pure.
 
@@ -46,7 +50,9 @@ def output_differences(
         again: of the same from another seed: what differs is random, and not judged.
         tolerance: of floating-point numbers, relative to the norm.
         few: of other numbers, the part of them that may differ.
-        moved: of what one device does with weights that rounding has moved: other numbers that move with them may differ.
+        small: of each floating-point number, how much it may differ besides.
+        moved: of what one device does with weights that rounding has moved: what moves with them may differ.
+        moves_floats: floating-point numbers, too.
     """
     if [each.path for each in wanted] != [each.path for each in again]:
         return []
@@ -59,7 +65,8 @@ def output_differences(
     found = []
     for index, (own, one, other) in enumerate(zip(shown, wanted, again, strict=True)):
         by_rounding = [each[index].value for each in moved if len(each) == len(wanted)]
-        how = _difference(own.value, one.value, tolerance, few, [other.value, *by_rounding])
+        allowed = max(_moves(one.value, by_rounding if moves_floats else []), small)
+        how = _difference(own.value, one.value, tolerance, few, [other.value, *by_rounding], allowed)
         if how is not None and _difference(one.value, other.value, tolerance, _DRAWN) is None:
             found.append(f"output {index} of {len(wanted)}{_shape_of(one.value)}: {how}")
     return found
@@ -100,7 +107,21 @@ def describe_kept(of_ranks: Sequence[str], step: str) -> str:
     )
 
 
-def _difference(a: Any, b: Any, tolerance: float, few: float, others: Sequence[Any] = ()) -> str | None:
+def _moves(one: Any, moved: Sequence[Any]) -> float:
+    """Return how far each floating-point number of an output may be moved by rounding, of what it has moved; 0 of others."""
+    if isinstance(one, _TEXTS) or not isinstance(wanted := _numbers(one), Tensor) or not wanted.is_floating_point():
+        return 0.0
+    found = [each for each in map(_numbers, moved) if isinstance(each, Tensor) and each.shape == wanted.shape]
+    return max((MOVES * _root_mean_square(each - wanted) for each in found), default=0.0)
+
+
+def _root_mean_square(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values.nan_to_num().double())) / math.sqrt(max(1, values.numel()))
+
+
+def _difference(
+    a: Any, b: Any, tolerance: float, few: float, others: Sequence[Any] = (), allowed: float = 0.0
+) -> str | None:
     """Return how far an output is from another; None where they agree.
 
     Args:
@@ -109,6 +130,7 @@ def _difference(a: Any, b: Any, tolerance: float, few: float, others: Sequence[A
         tolerance: of floating-point numbers.
         few: the part of other numbers that may differ.
         others: what else one device gives: what is another number there may differ.
+        allowed: of each floating-point number, whatever its size.
     """
     if isinstance(a, _TEXTS) or isinstance(b, _TEXTS):
         return None if a == b else f"{str(a)[:40]!r} is on one device {str(b)[:40]!r}"
@@ -126,7 +148,11 @@ def _difference(a: Any, b: Any, tolerance: float, few: float, others: Sequence[A
         return None if count <= few * differ.numel() else f"{count} of its {differ.numel()} elements differ"
     norm = float(torch.linalg.vector_norm(b.nan_to_num().double()))
     error = float(torch.linalg.vector_norm((a.nan_to_num() - b.nan_to_num()).double()))
-    return None if error <= tolerance * norm else f"differs by {error / max(norm, 1e-300):.1e} of its norm"
+    return (
+        None
+        if error <= max(tolerance * norm, allowed * math.sqrt(a.numel()))
+        else f"differs by {error / max(norm, 1e-300):.1e} of its norm"
+    )
 
 
 def _numbers(value: Any) -> Any:

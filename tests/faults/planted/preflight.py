@@ -333,9 +333,23 @@ PREFLIGHT = (
     fault(
         "a number that agrees by chance, taken for proof",
         "preflight/evaluation/judgement.py",
-        "    if may_retry and by_chance and",
-        "    if not may_retry and by_chance and",
-        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[accuracy_from_zero]",
+        "    if may_retry and (by_chance or",
+        "    if may_retry and (False or",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[a mean]",
+    ),
+    fault(
+        "a number that a validation keeps, the rounding of 0 at first, taken for one device's",
+        "preflight/evaluation/judgement.py",
+        "(by_chance or rounded)",
+        "by_chance",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[a kept mean]",
+    ),
+    fault(
+        "a number that a validation keeps, the rounding of 0, taken for another one than one device's",
+        "preflight/evaluation/outputs.py",
+        "by_rounding if moves_floats else []",
+        "[]",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[a kept mean]",
     ),
     fault(
         "an evaluation's hook that changes the batch, not tried",

@@ -335,7 +335,7 @@ PREFLIGHT = (
         "preflight/evaluation/judgement.py",
         "    if may_retry and (by_chance or",
         "    if may_retry and (False or",
-        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[a mean]",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[counts]",
     ),
     fault(
         "a number that a validation keeps, the rounding of 0 at first, taken for one device's",

@@ -1,5 +1,5 @@
 """What each rank runs in test_later_evaluations.py: validations that from some time on read other tokens, log one more number, or show another
-one than the rounding of 0."""
+one than 0, or than its rounding."""
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ class Later(Tuned):
         self.log("loss", self.loss(ids, targets))
         if self.kind == "another number" and begun:
             self.log("largest", self.model(ids).logits.amax((1, 2)).mean())
+        if self.kind == "counts":
+            self.log("counts", (self.model(ids).logits.amax(-1) * batch["scale"][:, None]).int().double().mean())
         if self.kind == "a mean":
             self.log("mean", self.normed(ids).mean())
         if self.kind == "a kept mean":
@@ -61,6 +63,8 @@ def fit(world: int, kind: str) -> list[dict[str, float]]:
     samples = rows(4, 16)
     for each in samples[2:] if kind == "another entry" else ():
         each["of_rows"] = torch.ones(())
+    for number, each in enumerate(samples if kind == "counts" else ()):
+        each["scale"] = torch.tensor(0.01 if number < 2 else 100.0, dtype=torch.float64)
     module, loader = Later(kind), DataLoader(samples, batch_size=2)  # type: ignore[arg-type]
     monitor = pl.callbacks.EarlyStopping("loss", patience=5)
     trainer = quiet_trainer(

@@ -338,11 +338,11 @@ PREFLIGHT = (
         "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[counts]",
     ),
     fault(
-        "a number that a validation keeps, the rounding of 0 at first, taken for one device's",
+        "a prediction that is the rounding of 0 at first, taken for one device's",
         "preflight/evaluation/judgement.py",
         "(by_chance or rounded)",
         "by_chance",
-        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[a kept mean]",
+        "tests/preflight/evaluation/test_later_evaluations.py::test_a_later_validation_shows_what_one_device_shows[a predicted mean]",
     ),
     fault(
         "a number that a validation keeps, the rounding of 0, taken for another one than one device's",

@@ -49,8 +49,11 @@ class Later(Tuned):
         if self.kind == "a mean":
             self.log("mean", self.normed(ids).mean())
         if self.kind == "a kept mean":
-            weights = 1 + (batch["scale"][:, None, None] - 0.01) * torch.arange(32)
-            self.means.append(float((self.normed(ids) * weights).mean()))
+            self.means.append(float(self.normed(ids).mean()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weights = 1 + (batch["scale"][:, None, None] - 0.01) * torch.arange(32)
+        return (self.normed(batch["input_ids"]) * weights).mean((1, 2))
 
     def on_validation_end(self) -> None:
         shown = {name: float(value) for name, value in self.trainer.callback_metrics.items()}
@@ -59,12 +62,12 @@ class Later(Tuned):
 
 
 def fit(world: int, kind: str) -> list[dict[str, float]]:
-    """Return the numbers of two validations, and of one before where a first one is to be of an untrained model."""
+    """Return the numbers of two validations, and of one before where a first one is to be of an untrained model; or predictions of that."""
     torch.manual_seed(3)
     samples = rows(4, 16)
     for each in samples[2:] if kind == "another entry" else ():
         each["of_rows"] = torch.ones(())
-    for number, each in enumerate(samples if kind in ("counts", "a kept mean") else ()):
+    for number, each in enumerate(samples if kind in ("counts", "a predicted mean") else ()):
         each["scale"] = torch.tensor(0.01 if number < 2 else 100.0, dtype=torch.float64)
     module, loader = Later(kind), DataLoader(samples, batch_size=2)  # type: ignore[arg-type]
     monitor = pl.callbacks.EarlyStopping("loss", patience=5)
@@ -72,5 +75,7 @@ def fit(world: int, kind: str) -> list[dict[str, float]]:
         world, strategy={"ring_size": world, "global_view": "auto"}, max_epochs=2, callbacks=[monitor],
         num_sanity_val_steps=-1 if "mean" in kind else 0,
     )  # fmt: skip
+    if kind == "a predicted mean":
+        return [{"first": float(each[0]), "second": float(each[1])} for each in trainer.predict(module, loader) or ()]
     trainer.fit(module, loader, loader)
     return module.found

@@ -9,10 +9,18 @@ import pytest
 from tests.preflight.evaluation import later_evaluations_ranks as ranks
 
 
-@pytest.mark.parametrize("kind", ["other tokens", "another number", "another entry", "a mean", "a kept mean", "counts"])
+@pytest.mark.parametrize(
+    "kind", ["other tokens", "another number", "another entry", "a mean", "a kept mean", "a predicted mean", "counts"]
+)
 def test_a_later_validation_shows_what_one_device_shows(pools: Any, kind: str):
     (expected,) = pools(1).run(ranks.fit, 1, kind)
-    assert len(expected[1]) == {"another number": 2, "a mean": 2, "a kept mean": 3, "counts": 2}.get(kind, 1)
+    assert len(expected[1]) == {
+        "another number": 2,
+        "a mean": 2,
+        "a kept mean": 3,
+        "a predicted mean": 2,
+        "counts": 2,
+    }.get(kind, 1)
     if "mean" in kind:
         assert any(abs(each) < 1e-12 for each in expected[0].values()), "the rounding of 0 at first"
     for found in pools(2).run(ranks.fit, 2, kind):

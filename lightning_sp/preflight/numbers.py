@@ -213,17 +213,14 @@ def described(differ: Sequence[Difference], step: str, monitored: Collection[str
     return text
 
 
-def described_coarse(coarse: Mapping[str, float], step: str, *, keeps: bool = False) -> str:
+def described_coarse(coarse: Mapping[str, float], step: str) -> str:
     """Return in words that numbers of `coarse_numbers` prove nothing.
 
     Args:
         coarse: of all ranks, alike on all; of `rounded_numbers`, too.
-        keeps: likewise what it returns or keeps.
         step: in words, with the crop.
     """
-    shown = ", ".join(
-        [f"{name} = {value:.6g}" for name, value in coarse.items()] + ["what it returns or keeps"] * keeps
-    )
+    shown = ", ".join(f"{name} = {value:.6g}" for name, value in coarse.items())
     return f"preflight: {step} shows {shown}, whole and sharded: shares or counts of tokens, or roundings of 0, that may agree by chance"
 
 

@@ -95,7 +95,6 @@ class PartRun:
         numbers: of both runs.
         outputs: what differs of a prediction, in words; empty for nothing.
         kept: likewise, of what is kept for later.
-        rounded: floating-point numbers among both agree as roundings of 0 alone.
         keeps: whether a rank keeps something.
         read: numbers of its part that it compares or reads.
         kinds: of what its outputs, where they count, and what it keeps are made.
@@ -105,7 +104,6 @@ class PartRun:
     numbers: RankNumbers
     outputs: str
     kept: str
-    rounded: bool
     keeps: bool
     read: dict[Line, int]
     kinds: Kinds
@@ -292,14 +290,13 @@ def run_part(
         kept, why = _whole_values(before, whole_output, f"{name} keeps") if keeps else ([], "")
     moved = partial(_moved, own, runner, run, options, name=name, predicts=predicts, turned=turned)
     differ = [unlike(module, shown, whole.outputs, whole.other), unlike(module, kept, whole.kept, whole.kept_again)]
-    (outputs, kept_otherwise), rounded = but_for_rounding(differ, moved, world)
+    outputs, kept_otherwise = but_for_rounding(differ, moved, world)
     numbers = RankNumbers(mesh.sequence_rank, whole.numbers, whole.again, found.numbers, has_16_bit_weights(module))
     again = partial(_shown, own, runner, run, options, SEED, name=name, predicts=predicts, turned=turned)
     return PartRun(
         numbers=with_moves(numbers, module, lambda: again().numbers, world),
         outputs=outputs,
         kept=why or kept_otherwise,
-        rounded=rounded,
         keeps=keeps,
         read={} if runner.context.global_view else numbers_of_parts(whole.read, read, 1),
         kinds=kinds,

@@ -92,10 +92,8 @@ def judge(tried: TriedEvaluation, part: PartRun, runner: StepRunner) -> tuple[bo
     keeps = part.keeps and not any(each.kept for each in of_ranks)
     tokens, may_retry = tried.own.rows * tried.crop.tokens, tried.may_retry
     by_chance = coarse_numbers(numbers, tokens) | rounded_numbers(numbers)
-    rounded = any(each.rounded for each in of_ranks)
-    if may_retry and (by_chance or rounded) and not runner.context.global_view:
-        text = described_coarse(by_chance, tried.in_words, keeps=rounded)
-        raise NotComparedError(text, undecided=True, keeps=keeps)
+    if may_retry and by_chance and not runner.context.global_view:
+        raise NotComparedError(described_coarse(by_chance, tried.in_words), undecided=True, keeps=keeps)
     return keeps, not told
 
 

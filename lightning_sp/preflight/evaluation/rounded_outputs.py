@@ -36,23 +36,22 @@ def unlike(module: nn.Module, shown: list[Leaf], wanted: list[Leaf], again: list
 
 def but_for_rounding(
     differ: Sequence[Callable[..., str]], moved: Callable[[int], Sequence[list[Leaf]]], group: ProcessGroup | None
-) -> tuple[list[str], bool]:
+) -> list[str]:
     """Return what of each output is not one device's, in words, but for what rounding moves. Every rank must call it.
+
+    What agrees so on a part may be the part's own where it is no rounding: an attribute is undecided then, and what is returned is to be alike
+    on all ranks in each batch.
 
     Args:
         differ: for each output, what says so.
         moved: gives these outputs of one device's own run with weights moved by a seed.
         group: the world, on a backend for host objects.
-
-    Returns:
-        That, and whether floating-point numbers agree as roundings of 0 alone.
     """
     found, runs = [each() for each in differ], list[Sequence[list[Leaf]]]()
     may_be = not any(each(few=_FEW, small=_SMALL) for each in differ)
-    has_floats = any(each(few=_FEW) for each in differ)
     of_ranks = comm.gather_objects((any(found), may_be), group)
     while any(some for some, _ in of_ranks) and all(may for _, may in of_ranks) and len(runs) < _RUNS:
         runs.append(moved(len(runs)))
         found = [each(moved=others) for each, others in zip(differ, zip(*runs, strict=True), strict=True)]
         of_ranks = comm.gather_objects((any(found), may_be), group)
-    return found, has_floats and not any(found)
+    return found

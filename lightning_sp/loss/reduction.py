@@ -111,15 +111,21 @@ def _is_plain(original: CrossEntropy, target: Tensor, weight: Tensor | None) -> 
     return function is _TORCHS and not any(options.values()) and weight is None and not target.is_floating_point()
 
 
-def mean_of_returned_sum(output: Any, loss_group: ProcessGroup | None) -> tuple[Any, list[Tensor] | None]:
+def mean_of_returned_sum(
+    output: Any, loss_group: ProcessGroup | None, *, is_filler: bool = False
+) -> tuple[Any, list[Tensor] | None]:
     """Return a step's output with a returned sum and count made into the mean, and the counts if it had them.
 
     Args:
         output: what training_step returned: a tensor, or a mapping with "loss" and perhaps "num_tokens" (then "loss" is a local sum).
         loss_group: the ranks whose tokens make up the mean.
+        is_filler: none of this rank's count.
     """
     if not isinstance(output, Mapping) or "num_tokens" not in output:
         return output, None
     count = torch.as_tensor(output["num_tokens"], device=output["loss"].device).to(output["loss"].dtype)
+    loss = output["loss"]
+    if is_filler:
+        loss, count = loss * 0.0, torch.zeros_like(count)
     total_count = comm.reduce_sum(count, loss_group)
-    return {**output, "loss": reduce_loss(output["loss"], count, loss_group)}, [total_count]
+    return {**output, "loss": reduce_loss(loss, count, loss_group)}, [total_count]

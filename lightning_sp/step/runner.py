@@ -199,7 +199,7 @@ class StepRunner:
         if (offload := activation_offload(self.module)) is not None:
             offload.check_room(self.groups.world)
         self._check_reached(step)
-        output, counts = mean_of_returned_sum(output, step.summed_over)
+        output, counts = mean_of_returned_sum(output, step.summed_over, is_filler=batch.is_filler)
         if counts is not None:
             step.token_counts, step.means = counts, []
         self._check_loss(step, output)

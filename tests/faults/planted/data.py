@@ -292,6 +292,13 @@ DATA = (
         "tests/trainer/batches/test_groups.py::test_a_monitored_number_is_that_of_all_groups",
     ),
     fault(
+        "a sum that a step returns with its count, of fillers, counted",
+        "step/runner.py",
+        "is_filler=batch.is_filler)",
+        "is_filler=False)",
+        "tests/trainer/whole_runs/test_users.py::test_what_keeps_other_groups_company_counts_for_nothing[1]",
+    ),
+    fault(
         "a loss by hand averaged over groups of fillers",
         "trainer/token_weighted.py",
         "        own = 0 if step.batch.is_filler else step.batch.rows\n",

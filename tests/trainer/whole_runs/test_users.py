@@ -54,13 +54,14 @@ def test_a_users_module_trains_as_on_one_device(pools, strategy, cases):
             same(actual, expected, case)
 
 
-@pytest.mark.slow
-def test_what_keeps_other_groups_company_counts_for_nothing(pools):
+@pytest.mark.parametrize("ring_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_keeps_other_groups_company_counts_for_nothing(pools, ring_size):
     """Five samples in fours: in the last batch a data-parallel rank has none."""
     cases = [dict(kind="counted"), dict(kind="other index")]
     alone = pools(1).run(ranks.runs, [dict(strategy=None, world=1, micro=4, **case) for case in cases])[0]
-    strategy = dict(data_parallel_size=2, ring_size=2)
-    for answers in pools(4).run(ranks.runs, [dict(strategy=strategy, world=4, micro=2, **case) for case in cases]):
+    world, strategy = 2 * ring_size, dict(data_parallel_size=2, ring_size=ring_size)
+    runs = [dict(strategy=strategy, world=world, micro=2, **case) for case in cases]
+    for answers in pools(world).run(ranks.runs, runs):
         for case, actual, expected in zip(cases, answers, alone, strict=True):
             same(actual, expected, case)
 

@@ -251,7 +251,7 @@ def rows_of(masks: str, size: int = 8) -> list[dict[str, Tensor]]:
     return rows
 
 
-# Means over the rows of each data-parallel group, of which there are two.
+# Means over the rows of each data-parallel group, which count by their tokens.
 OF_GROUPS = ("of_group", "of_group_plainly")
 # Losses without a count of tokens: accumulation divides by the number of micro-batches.
 UNCOUNTED = (
@@ -273,12 +273,6 @@ def by_hand(kind: str, masks: str, micro: int = 2, accumulate: int = 1, size: in
     rows = rows_of(masks, size)
     batches = [{n: torch.stack([r[n] for r in rows[i : i + micro]]) for n in rows[0]} for i in range(0, size, micro)]
     losses = [_mean(module, [batch])[0] for batch in batches]
-    if kind in OF_GROUPS:
-        groups = [{n: t.chunk(2)[group] for n, t in batch.items()} for batch in batches for group in range(2)]
-        each = [_mean(module, [group]) for group in groups]
-        # Cross entropies are means over both groups' targets, of which these have equally many.
-        grads = [{n: (a[1][n] + b[1][n]) / 2 for n in a[1]} for a, b in zip(each[::2], each[1::2], strict=True)]
-        return {"losses": [(a[0] + b[0]) / 2 for a, b in zip(each[::2], each[1::2], strict=True)], "grads": grads}
     if kind in UNCOUNTED:
         # Lightning divides by what was asked for, a shorter last window too.
         each = [_mean(module, [batch])[1] for batch in batches]

@@ -34,16 +34,6 @@ def test_hand_written_losses(pools, groups, kinds):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["by_arithmetic", "sum_over_all_targets_and_own"])
-def test_a_count_with_something_added_is_refused(pools, kind):
-    """One device adds it once, groups once each: neither a mean of the groups nor their counts give its gradient."""
-    case = dict(kind=kind, masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True)
-    for (answer,) in pools(2).run(ranks.group_fits, [case]):
-        assert "gives another result on shards than whole" in answer["error"]
-        assert not answer["grads"]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["drawn", "counts_calls"])
 def test_what_no_single_device_gives_trains(pools, kind):
     case = dict(kind=kind, masks="uneven", strategy=dict(data_parallel_size=2), micro=4, preflight=True)

@@ -76,7 +76,7 @@ class GroupLoss(Loss):
 # What the gradient is of: one loss on all rows, or the mean over the groups of a loss on each group's rows.
 GLOBAL = (
     "plain", "two", "sum_over_all_targets", "sum_over_rows_and_penalty", "sum_of_kept_squares", "sum_of_kept_and_reductions",
-    "sum_over_own_targets", "sum_of_kept", "sum_of_squares",
+    "sum_over_own_targets", "sum_of_kept", "sum_of_squares", "by_arithmetic", "sum_over_all_targets_and_own",
 )  # fmt: skip
 OF_GROUPS = ("over_rows", "sum_over_tokens", "kl_of_rows", "contrastive")
 

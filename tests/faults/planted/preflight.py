@@ -760,14 +760,14 @@ PREFLIGHT = (
         "preflight/recording/numbers_read/read_numbers.py",
         "any(each is self._module for each in frame.f_locals.values())",
         "self._module in frame.f_locals.values()",
-        "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_nothing_by_its_numbers_sees_its_part[dealing]",
+        "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_nothing_by_its_numbers_is_not_refused[dealing]",
     ),
     fault(
         "what a layer deals out by, taken for a decision",
         "preflight/recording/numbers_read/lines_of_parts.py",
         "        return self.is_installed or self.of_layer\n",
         "        return self.is_installed\n",
-        "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_nothing_by_its_numbers_sees_its_part[dealing]",
+        "tests/preflight/recording/test_read_numbers.py::test_a_step_that_decides_nothing_by_its_numbers_is_not_refused[dealing]",
     ),
     fault(
         "tokens of an expert that are cut once it has many",
@@ -1170,7 +1170,7 @@ PREFLIGHT = (
         "preflight/recording/attributes.py",
         '            yield f"len({name})", len(value)\n',
         "",
-        "tests/preflight/recording/test_part_cuts.py::test_without_a_global_view_a_warning_has_what_a_container_holds[texts-len(self.texts)]",
+        "tests/preflight/recording/test_part_cuts.py::test_without_a_global_view_a_warning_has_how_long_a_list_of_texts_is",
     ),
     fault(
         "a metric that a step reads, empty in a trial on shards alone",

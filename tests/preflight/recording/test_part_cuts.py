@@ -9,7 +9,6 @@ from lightning_sp.preflight.recording.numbers_read.cut_dims import lengths_not_c
 from lightning_sp.preflight.recording.numbers_read.lines_of_parts import cuts_of_parts
 from lightning_sp.preflight.recording.numbers_read.read_numbers import ReadNumbers
 from tests.preflight.recording import part_cuts_ranks as ranks
-from tests.slow import slow
 
 
 def assert_same(found, plain):
@@ -62,10 +61,16 @@ def test_a_set_of_tokens_decides_on_whole_sequences(pools):
         assert found["whole"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*slow(("elements", "self.met[0]")), ("texts", "len(self.texts)")])
-def test_without_a_global_view_a_warning_has_what_a_container_holds(pools, kind, name):
-    found = pools(2).run(ranks.fit, kind, {"ring_size": 2, "global_view": False})
-    assert f"shows other numbers than one device: {name} (attribute)" in found[0]["warned"]
+@pytest.mark.slow
+def test_without_a_global_view_a_set_of_tokens_is_refused(pools):
+    for found in pools(2).run(ranks.fit, "elements", {"ring_size": 2, "global_view": False}):
+        assert "decides by a number of its tokens, at part_cuts_ranks.py:" in found["error"]
+        assert "(self.met |= set(ids[:, 0].tolist()))" in found["error"]
+
+
+def test_without_a_global_view_a_warning_has_how_long_a_list_of_texts_is(pools):
+    found = pools(2).run(ranks.fit, "texts", {"ring_size": 2, "global_view": False})
+    assert "shows other numbers than one device: len(self.texts) (attribute)" in found[0]["warned"]
 
 
 def test_a_queue_that_begins_empty_and_holds_tensors(pools):

@@ -15,8 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from lightning_sp import SequenceParallelError, sharded_cross_entropy
 from lightning_sp.attention import AttentionMask
-from lightning_sp.context.sequence import SequenceInfo
-from lightning_sp.data.batch.to_device import to_device
+from lightning_sp.layout import shard
 from lightning_sp.rewrite.hugging_face import attention as layer_attention
 from lightning_sp.rewrite.hugging_face import interface as hugging_face
 from tests.preflight.preflight_ranks import LLAMA, hf
@@ -440,21 +439,15 @@ def _globals(module: Model) -> dict[str, Any]:
 # ---- what goes silently wrong elsewhere, put back
 
 
-def _edges(info: SequenceInfo) -> SequenceInfo:
-    """Labels shifted on the shard: the target at its edge is lost."""
-    if info.shift_labels is not None:
-        labels = info.shift_labels.clone()
-        labels[:, -1] = -100
-        object.__setattr__(info, "shift_labels", labels)
-    return info
-
-
 def _local_edges() -> AbstractContextManager[Any]:
-    def moved(batch: Any, info: SequenceInfo, *args: Any, **options: Any) -> tuple[Any, SequenceInfo]:
-        batch, info = to_device(batch, info, *args, **options)
-        return batch, _edges(info)
+    """Labels shifted on the shard: the target at its edge is lost."""
 
-    return patch("lightning_sp.strategy.to_device", moved)
+    def edges(*args: Any, **options: Any) -> Tensor:
+        labels = shard(*args, **options).clone()
+        labels[:, -1] = -100
+        return labels
+
+    return patch("lightning_sp.rewrite.hugging_face.losses.given_labels.shard", edges)
 
 
 def _no_documents() -> AbstractContextManager[Any]:

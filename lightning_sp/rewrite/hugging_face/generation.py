@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,9 @@ def _generate(context: SequenceContext, original: Any, *args: Any, **kwargs: Any
     given = {name: value for name, value in kwargs.items() if name not in _ADDED or name in step.batch.names}
     args, given = tree_map(partial(_whole, context), (args, given))
     device = next((each.device for each in tree_leaves((args, given)) if isinstance(each, Tensor)), torch.device("cpu"))
-    with streams_from(step.batch.seed, device), context.inactive():
+    # In the global view the ranks of a sequence draw alike already, and a trial compares with what one device draws.
+    drawn = nullcontext() if context.global_view else streams_from(step.batch.seed, device)
+    with drawn, context.inactive():
         return original(*args, **given)
 
 

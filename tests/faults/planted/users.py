@@ -29,6 +29,13 @@ STARTS = "tests/trainer/hooks/test_batch_starts.py"
 
 USERS = (
     fault(
+        "what a model that generates draws in a trial, from another seed than one device's",
+        "rewrite/hugging_face/generation.py",
+        "nullcontext() if context.global_view else streams_from",
+        "streams_from",
+        "tests/trainer/pretrained/test_generation.py::test_what_is_drawn_the_ranks_of_a_sequence_draw_alike",
+    ),
+    fault(
         "a user's method that FSDP2's own hides",
         "parallelize/fsdp/units/unit_classes.py",
         "    if hidden := [name for name in vars(FSDPModule)",

@@ -53,7 +53,6 @@ def test_groups_whose_texts_end_at_other_tokens_wait_for_each_other(pools):
         same(actual, expected, written=False)
 
 
-@pytest.mark.slow
 def test_what_is_drawn_the_ranks_of_a_sequence_draw_alike(pools):
     first, second = pools(2).run(ranks.run, "sampled", dict(ring_size=2), 2, 16)
     assert not first["error"]

@@ -111,11 +111,9 @@ LOSS = (
     ),
     fault(
         "labels shifted after sharding",
-        "data/batch/shard_sequence.py",
-        '    local_labels = None if sequence.targets is None else cut("shift_labels", sequence.targets, 1)\n',
-        '    local_labels = None if sequence.targets is None else cut("shift_labels", sequence.targets, 1)\n'
-        "    if local_labels is not None and not any(name in entries for name in ('shift_labels', 'targets')):\n"
-        '        local_labels = torch.nn.functional.pad(cut("labels", entries["labels"], 1), (0, 1), value=-100)[:, 1:]\n',
+        "rewrite/hugging_face/losses/given_labels.py",
+        "    return shard(padded, batch.layout, context.mesh.sequence_rank, dim=1)\n",
+        "    return shift_labels(labels.to(device))\n",
         REWRITTEN,
     ),
     fault(

@@ -27,13 +27,7 @@ REFUSED_BY_LIGHTNING = {
 OTHERWISE = {
     "accumulation_of_other_counts": "tokens weigh alike, whichever micro-batch they are in",
     "accumulation_short_last_window": "a shorter window weighs as it has tokens; Lightning divides it as a full one",
-    "log_at_the_end_of_an_epoch": "a whole number that ranks have alike may be each one's: added up, with a warning",
     "torchmetrics_counts_tokens": "a metric's value of one step is a rank's own, as with DDP; an epoch's is of all tokens",
-    **{
-        f"log {of} {fx} synced": "each rank's own tokens; the preflight warns, with both numbers"
-        for of in ("tokens", "targets")
-        for fx in ("mean", "max", "min")
-    },
     "optimizer Muon": "it orthogonalizes in bfloat16, in which shards and the whole round otherwise",
 }
 

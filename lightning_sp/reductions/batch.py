@@ -153,7 +153,10 @@ def _check_kind(
         error = error if error and not makes_host_wait(x) and bool(alike) else None
     if of is None and scope.size > 1 and x.is_floating_point():
         alike = comm.are_alike(x, scope.sequence_group)
-        counts = kind == "tokens" and (function == "batch_sum" or _real_tokens(x, scope) is not None)
+        # Of fillers nothing counts, and what is made of targets that are all ignored is alike.
+        counts = (
+            kind == "tokens" and not scope.is_filler and (function == "batch_sum" or _real_tokens(x, scope) is not None)
+        )
         told = (
             f"{function} of a tensor {tuple(x.shape)}: it has as many entries as this rank has tokens, and the same numbers on all "
             f"{scope.size} ranks of the sequence, so it may be of rows; say which: {function}(x, of='rows'), or of='tokens'"

@@ -32,6 +32,11 @@ def test_an_example_trains_as_on_one_device(pools, one_device, layout):
     hold(pools, one_device, layout, FEW.get(layout, list(ranks.EXAMPLES)))
 
 
+def test_a_filler_without_a_target_is_not_taken_for_rows(pools, one_device):
+    """Of targets that are all ignored each rank of its sequence makes the same: 0 / 0."""
+    hold(pools, one_device, "2 x 2", ["tokens.Weighed"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", FEW)
 def test_every_example_in_every_layout(pools, one_device, layout):

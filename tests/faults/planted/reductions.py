@@ -9,6 +9,13 @@ EXAMPLES = "tests/reductions/test_examples.py::test_an_example_trains_as_on_one_
 
 REDUCTIONS = (
     fault(
+        "a filler without a target, taken for rows",
+        "reductions/batch.py",
+        'kind == "tokens" and not scope.is_filler and',
+        'kind == "tokens" and',
+        "tests/reductions/test_examples.py::test_a_filler_without_a_target_is_not_taken_for_rows",
+    ),
+    fault(
         "whole sequences whose gradient is this rank's alone",
         "comm/collectives.py",
         "        total = received.sum(0, dtype=torch.promote_types(received.dtype, torch.float32))\n",

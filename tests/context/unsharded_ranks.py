@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,24 +19,29 @@ from tests.trainer.tiny import VOCAB, Plain, TokenDataset, quiet_trainer
 PATCHES = 9
 
 
+def keep(tensor: Tensor, folder: str) -> None:
+    """Keep what a call has made in a file: what a recomputation writes to lists is taken back."""
+    torch.save(tensor.detach().clone(), f"{folder}/{len(os.listdir(folder)):04}")
+
+
 class Block(nn.Module):
     """Patches that attend to each other, with dropout whose mask is kept at once: a recomputation may end before the block does."""
 
-    def __init__(self, masks: list[Tensor], attention_dropout: float) -> None:
+    def __init__(self, attention_dropout: float) -> None:
         super().__init__()
         self.attention, self.drop, self.out = Attention(attention_dropout), nn.Dropout(0.5), nn.Linear(16, 16)
-        self.masks = [masks]
+        self.folder = ""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.drop(self.attention(x, x))
-        self.masks[0].append(y.detach().clone())
+        keep(y, self.folder)
         return x + self.out(y)
 
 
 class Tower(nn.Module):
-    def __init__(self, how: str, masks: list[Tensor]) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.how, self.layers = how, nn.ModuleList(Block(masks, 0.1) for _ in range(2))
+        self.how, self.layers = how, nn.ModuleList(Block(0.1) for _ in range(2))
 
     def forward(self, pixels: Tensor) -> Tensor:
         for layer in self.layers:
@@ -43,11 +51,11 @@ class Tower(nn.Module):
 
 
 class Reader(nn.Module):
-    def __init__(self, how: str, masks: list[Tensor]) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
         self.embedding, self.positions, self.head = nn.Embedding(VOCAB, 16), nn.Embedding(128, 16), nn.Linear(16, VOCAB)
-        self.tower, self.attention = Tower(how, masks), Attention()
+        self.tower, self.attention = Tower(how), Attention()
 
     def forward(self, ids: Tensor, positions: Tensor, pixels: Tensor) -> Tensor:
         x = F.dropout(self.embedding(ids) + self.positions(positions), 0.1, self.training)
@@ -61,17 +69,18 @@ class Reader(nn.Module):
 
 
 class Model(Plain):
-    def __init__(self, how: str) -> None:
+    def __init__(self, how: str, folder: str) -> None:
         super().__init__(None)
         torch.manual_seed(3)
-        self.drawn: list[list[Tensor]] = []
+        self.folder, self.folders = folder, list[str]()
         self.own: list[float] = []
-        self.model = Reader(how, [])
+        self.model = Reader(how)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.drawn.append([])
+        folder = tempfile.mkdtemp(dir=self.folder)
         for layer in self.model.tower.layers:
-            layer.masks[0] = self.drawn[-1]
+            layer.folder = folder
+        self.folders.append(folder)
         logits = self.model(batch["input_ids"], batch["position_ids"], batch["pixels"])
         self.own.append(float(torch.rand(())))
         return F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten())
@@ -81,9 +90,11 @@ def trained(strategy: dict[str, Any], how: str, rows: int) -> dict[str, Any]:
     """Fit two steps; return what each block's dropout left of its input in them, recomputed ones too, and what the rank drew for itself."""
     data, g = TokenDataset(2, 96), torch.Generator().manual_seed(2)
     pixels = torch.randn(2 * PATCHES, 16, generator=g, dtype=torch.float64)
-    module = Model(how)
     # The same pictures in each row and step: what differs is drawn.
     samples = [{**data[0], "pixels": pixels} for _ in range(4)]
     trainer = quiet_trainer(torch.distributed.get_world_size(), strategy=strategy, max_steps=2, max_epochs=2)
-    trainer.fit(module, DataLoader(samples, batch_size=rows))  # type: ignore[arg-type]
-    return {"drawn": module.drawn[-2:], "own": module.own[-2:]}
+    with tempfile.TemporaryDirectory() as folder:
+        module = Model(how, folder)
+        trainer.fit(module, DataLoader(samples, batch_size=rows))  # type: ignore[arg-type]
+        drawn = [[torch.load(each) for each in sorted(Path(step).iterdir())] for step in module.folders[-2:]]
+    return {"drawn": drawn, "own": module.own[-2:]}

@@ -220,11 +220,11 @@ USERS = (
         f"{WRITES}::test_a_write_of_one_rank_is_refused_before_the_update[weight's data]",
     ),
     fault(
-        "an assignment that counts twice on the rank with the smaller part",
+        "an assignment counted by what was written to what is assigned",
         "parallelize/fsdp/dtensor/sharded_tensors.py",
         "    setattr(tensor, _WRITES, before + 1 - num_writes(tensor))\n",
         "    setattr(tensor, _WRITES, 1)\n",
-        f"{WRITES}::test_a_write_of_all_ranks_is_theirs[assigned uneven]",
+        f"{WRITES}::test_a_write_of_all_ranks_is_theirs[assigned]",
     ),
     fault(
         "a write of one rank that is told a step late",

@@ -71,7 +71,7 @@ RECOMPUTED_STATE = (
         "global_view/compiled/written_inputs.py",
         '        copy.meta = {**node.meta, "recompute": CheckpointPolicy.MUST_SAVE}\n',
         "        copy.meta = {**node.meta}\n",
-        "tests/parallelize/recomputation/test_compiled_state.py::test_a_copy_of_what_is_written_is_never_computed_again[budget_1]",
+        "tests/parallelize/recomputation/test_compiled_state.py::test_compiled_blocks_are_as_they_would_be[ReadByData-budget_50]",
     ),
     fault(
         "a graph of the global view that reads a buffer behind its write",

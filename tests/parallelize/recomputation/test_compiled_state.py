@@ -45,6 +45,7 @@ FEW = (
     (blocks.Remembers, "none"),
     (Read, "none"),
     (Read, "selective"),
+    (ReadByData, "budget_50"),
 )
 
 

@@ -1640,7 +1640,7 @@ PREFLIGHT = (
         "preflight/crops/compared_tokens.py",
         "            if rare or found.neighbours:\n",
         "            if not (rare or found.neighbours):\n",
-        f"{LATER_TOKENS}[behind the mark]",
+        f"{LATER_TOKENS}[rare tokens]",
     ),
     fault(
         "numbers that are 0 in first batches, not shown to the step as others",

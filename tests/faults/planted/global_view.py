@@ -432,7 +432,7 @@ GLOBAL_VIEW = (
     fault(
         "documents that attention by hand crosses without a word",
         "rewrite/whole_attention.py",
-        "if not documents and queries.storage.sequence.documents_declared:",
+        "if whole.documents_declared and not is_torchs_own:",
         "if False:",
         f"{AUTO}::test_declared_documents_are_not_attended_across",
     ),

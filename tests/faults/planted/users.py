@@ -478,7 +478,7 @@ USERS = (
         "rewrite/hugging_face/media/deepstack.py",
         "    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens)\n",
         "    own = own_tokens(context, sequence, tokens.flatten(2)[..., 0] if tokens.dim() == 3 else tokens) * 0\n",
-        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen3_vl_images]",
+        "tests/rewrite/hugging_face/media/test_deepstack.py::test_on_parts_of_the_text_features_are_added_where_its_images_are",
     ),
     fault(
         "a user's split split again",

@@ -471,7 +471,7 @@ USERS = (
         "rewrite/hugging_face/positions/rope_index.py",
         "    if step is None or context.mesh.layout.size == 1:\n",
         "    if True:\n",
-        "tests/flows/test_flows.py::test_the_page_is_true_of_a_flow[qwen3_vl_images]",
+        "tests/rewrite/hugging_face/media/test_deepstack.py::test_on_parts_of_the_text_features_are_added_where_its_images_are",
     ),
     fault(
         "inner features of a tower added from the first token on",
